@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.deepspeed.process import is_zero_attribute
+from lightning_paral.compat.deepspeed.engine import is_zero_attribute
 from lightning_paral.compat.torch.modules import own_buffers
 from lightning_paral.compat.torch.tensors import WithoutMemory
 from lightning_paral.distributed.rng_state import global_states, set_global_states

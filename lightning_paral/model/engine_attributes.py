@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from lightning_paral.compat.deepspeed.process import is_zero_attribute
+from lightning_paral.compat.deepspeed.engine import is_zero_attribute
 from lightning_paral.compat.torch.modules import hook_tables, is_for_instance
 
 _before: WeakKeyDictionary[Module, tuple[set[str], dict[str, set[int]]]] = WeakKeyDictionary()

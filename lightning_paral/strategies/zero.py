@@ -13,12 +13,12 @@ from torch import Tensor
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.strategies import layer_sync_of
 from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.zero.offload import check_size, load_operators, make_folders
+from lightning_paral.engines.zero.offload import check_offload, check_size, load_operators, make_folders
 from lightning_paral.engines.zero.options import ZeROOptions, averaging_obstacle, for_evaluation
 from lightning_paral.engines.zero.partition import check_not_partitioned, show_full_shapes
 from lightning_paral.engines.zero.precision import ZeROPrecision, as_zero_precision, check_clipping
 from lightning_paral.engines.zero.process import check_installed, deepspeed_process_group
-from lightning_paral.engines.zero.run import RunSettings, StepsThroughEngine, ZeroRun, check_run
+from lightning_paral.engines.zero.run import StepsThroughEngine, ZeroRun
 from lightning_paral.engines.zero.state import ZeroState
 from lightning_paral.engines.zero.user_access import explanation
 from lightning_paral.model.checks import (
@@ -95,7 +95,9 @@ class ParalZeROStrategy(ParalStrategy, StepsThroughEngine, DeepSpeedStrategy):
 
     def _check_configured(self) -> None:
         super()._check_configured()
-        check_run(self._options, self._zero_precision.precision, self.root_device)
+        self._options.check_precision(self._zero_precision.precision, self.root_device)
+        if self._options.on_nvme:
+            check_offload(self._options)
         self._zero_precision.device_type = self.root_device.type
 
     def setup_environment(self) -> None:
@@ -109,7 +111,8 @@ class ParalZeROStrategy(ParalStrategy, StepsThroughEngine, DeepSpeedStrategy):
         ranks = (self.global_rank, self.world_size, self.local_rank)
         level = self._options.logging_level
         self._at_end.enter_context(deepspeed_process_group(self.cluster_environment, ranks, level, self.root_device))
-        folders = make_folders(self._options, self._watch.name, self.global_rank, self._at_end)
+        nvme, name = self._options.on_nvme, self._watch.name
+        folders = make_folders(self._options, name, self.global_rank, self._at_end) if nvme else {}
         self.config = self._options.engine_config(self._zero_precision.precision, self.root_device, folders)
 
     # Model wrapping
@@ -150,18 +153,11 @@ class ParalZeROStrategy(ParalStrategy, StepsThroughEngine, DeepSpeedStrategy):
         check_not_partitioned(module)
         if is_fit:
             sync_batchnorm(module, layer_sync_of(self), self.root_device)
-        precision, per_node = self._zero_precision, self.num_processes
-        config = self.config if is_fit else for_evaluation(self.config)
-        settings = RunSettings(
-            options=self._options, config=config, precision=precision, dims=self.dims, ranks_per_node=per_node
-        )
-        if is_fit:
             self._check_fit(module)
-            if self._options.on_nvme:
-                load_operators(next(iter(self._options.on_nvme)))
-        self.model = self.precision_plugin.convert_module(module)
+        self.model = self._zero_precision.convert_module(module)
         deferred, self._deferred = self._deferred, None
-        run = ZeroRun(module, self.optimizers, self.root_device, self._ended, settings, deferred)
+        config = self.config if is_fit else for_evaluation(self.config)
+        run = ZeroRun(self, self._options, config, self._ended, deferred)
         self._run_state = run
         if is_fit:
             self._setup_training(run, module)
@@ -174,8 +170,11 @@ class ParalZeROStrategy(ParalStrategy, StepsThroughEngine, DeepSpeedStrategy):
         if module.trainer.gradient_clip_val:
             check_clipping(module.trainer.gradient_clip_algorithm)
         check_embeddings(module, self.dims.data_size, "ZeRO")
-        threshold = self.config["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
-        check_size(self._options, module, threshold, self.dims.shard, self.num_processes)
+        nvme = self._options.on_nvme
+        if nvme:
+            threshold = self.config["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
+            check_size(self._options, module, threshold, self.dims.shard, self.num_processes)
+            load_operators(next(iter(nvme)))
 
     def _setup_training(self, run: ZeroRun, module: LightningModule) -> None:
         self.checkpoint_activations()

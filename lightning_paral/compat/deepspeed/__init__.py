@@ -1,1 +1,1 @@
-"""Private names and patches of DeepSpeed: one module per topic. Import them only in code that runs ZeRO."""
+"""Private names and patches of DeepSpeed, in one module. Import it only in code that runs ZeRO."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule

@@ -21,7 +21,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 
-from lightning_paral.compat.deepspeed.process import load_compiled
+from lightning_paral.compat.deepspeed.engine import load_compiled
 from lightning_paral.engines.zero.options import ZeROOptions
 from lightning_paral.engines.zero.partition import count_trained, full_numel
 from lightning_paral.errors import ConfigurationError

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -21,9 +20,10 @@ from torch.nn import Module, Parameter
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_paral.checkpoint.optimizer_state import param_names
-from lightning_paral.compat.deepspeed import optimizer as zero_optimizer
+from lightning_paral.compat.deepspeed.engine import scaled_norm
 from lightning_paral.compat.lightning.strategies import is_mock_optimizer
 from lightning_paral.compat.torch import optimizers
+from lightning_paral.distributed.exchange import gather_ints
 from lightning_paral.engines.zero.user_access import UserAccess
 from lightning_paral.errors import ConfigurationError, ParalError, UnusedParametersError
 from lightning_paral.model.requires_grad import TrainedParameters, first_names
@@ -69,7 +69,8 @@ class UsersOptimizer:
         self._pairs = [(group, group | {"params": parameters}) for group, parameters in trained if parameters]
         self.flat_groups = [flat for _, flat in self._pairs]
         """The groups of DeepSpeed, which replaces their parameters by flat tensors."""
-        self._flat_state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self.flat_state: defaultdict[Tensor, Any] = defaultdict(dict)
+        """The states of the flat tensors."""
         if not self._pairs:
             raise ConfigurationError(
                 "No parameter of the optimizer requires a gradient: there is nothing to train. Unfreeze a parameter, "
@@ -86,11 +87,11 @@ class UsersOptimizer:
     def flat(self) -> Iterator[Optimizer]:
         """Give the optimizer DeepSpeed's groups and states inside this context."""
         optimizer = self.optimizer
-        vars(optimizer).update(param_groups=self.flat_groups, state=self._flat_state)
+        vars(optimizer).update(param_groups=self.flat_groups, state=self.flat_state)
         try:
             yield optimizer
         finally:
-            self.flat_groups, self._flat_state = optimizer.param_groups, optimizer.state
+            self.flat_groups, self.flat_state = optimizer.param_groups, optimizer.state
             vars(optimizer).update(self._shown)
 
     def with_hooks(self, step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
@@ -103,19 +104,16 @@ class UsersOptimizer:
         """Raise a `ConfigurationError` if user code has changed how the optimizer steps since the run began."""
         own = vars(self.optimizer)
         step_module = getattr(own.get("step", Optimizer.step), "__globals__", {}).get("__name__", "")
-        if self._parameter_ids() != self._first_parameters:
-            change = "it got other parameters"
-        elif any(own[key] is not shown for key, shown in self._shown.items()):
-            change = "its state or its param_groups was replaced, as by optimizer.load_state_dict"
-        elif step_module.partition(".")[0] != "torch":  # whose schedulers wrap it
-            change = "its step was replaced by another function"
-        else:
-            return
-        raise ConfigurationError(
-            f"The optimizer was changed during the run: {change}. ZeRO shards its parameters and states when the run "
-            "begins, and steps on flat tensors. Give it all parameters in configure_optimizers, change groups in place,"
-            " use optimizer.register_step_post_hook, resume with trainer.fit(ckpt_path=...), or train with paral_fsdp."
-        )
+        is_same = self._parameter_ids() == self._first_parameters
+        is_shown = all(own[key] is shown for key, shown in self._shown.items())
+        if not is_same or not is_shown or step_module.partition(".")[0] != "torch":  # whose schedulers wrap it
+            raise ConfigurationError(
+                "During the run the optimizer got other parameters, its state or its param_groups was replaced, as by "
+                "optimizer.load_state_dict, or its step was replaced by another function. ZeRO shards parameters and "
+                "states when the run begins, and steps on flat tensors. Give it all parameters in configure_optimizers,"
+                " change groups in place, use optimizer.register_step_post_hook, resume with "
+                "trainer.fit(ckpt_path=...), or train with paral_fsdp."
+            )
 
     def step(self, run: Callable[[], Any]) -> None:
         """Call `run`, in which DeepSpeed steps, with the current hyper-parameters."""
@@ -203,19 +201,18 @@ class BackwardOrder:
     Args:
         module: the module when the run begins.
         trained: the parameters that the optimizer trains, by name.
-        matters: whether gradients are reduced in the order in which they come. Otherwise only missing ones are refused.
     """
 
-    def __init__(self, module: Module, trained: Mapping[str, Parameter], *, matters: bool) -> None:
-        self._matters = matters
+    def __init__(self, module: Module, trained: Mapping[str, Parameter]) -> None:
         self._names = list(trained)
         self._numbers = {id(parameter): number for number, parameter in enumerate(trained.values())}
         self._undo = ExitStack()
         self._tracked = TrainedParameters(module, self._undo)
         self._at_start = self._tracked.by_name
         self._order: list[int] = []
-        self._agreed: list[list[int]] = []
-        """For each backward pass of a window, the order in the first window that had as many passes."""
+        self._agreed: list[list[int] | None] = []
+        """For each backward pass of a window, the order in the first window that had as many passes; `None` if the
+        ranks differed, or a parameter was missing."""
         self._is_running = False
         self.has_outside_gradients = False
         """Whether parameters got gradients in a backward pass that the strategy did not run."""
@@ -259,17 +256,12 @@ class BackwardOrder:
             UnusedParametersError: a trained parameter got no gradient, the ranks differ, or the order has changed.
         """
         self._is_running = False
-        if not self._matters:
-            self._order.sort()
-        if number < len(self._agreed):
-            if self._order != self._agreed[number]:
-                self._refuse()
+        if number == len(self._agreed):
+            digests = gather_ints(zlib.crc32(repr(self._order).encode()))
+            is_complete = len(set(self._order)) == len(self._names)
+            self._agreed.append(self._order if is_complete and len(set(digests)) == 1 else None)
+        if self._order == self._agreed[number]:
             return
-        if not _equal_on_all_ranks(self._order) or len(set(self._order)) < len(self._names):
-            self._refuse()
-        self._agreed.append(self._order)
-
-    def _refuse(self) -> NoReturn:
         got = set(self._order)
         missing = [name for number, name in enumerate(self._names) if number not in got]
         if missing:
@@ -286,18 +278,6 @@ class BackwardOrder:
     def end(self) -> None:
         """Stop recording."""
         self._undo.close()
-
-
-def _equal_on_all_ranks(order: list[int]) -> bool:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return True
-    from deepspeed import comm
-
-    digest = zlib.crc32(repr(order).encode())
-    # In host memory, because reading it from a GPU would wait for all work that is queued there.
-    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-    comm.all_reduce(bounds, op=comm.ReduceOp.MAX)  # waits for what is still sent
-    return int(bounds[0]) == -int(bounds[1])
 
 
 class DynamicLossScale:
@@ -355,17 +335,15 @@ class Gradients:
         self._access = access
         self._trained = list(trained.values())
         self._stage: int = engine.zero_optimization_stage()
-        in_order = self._stage > 1 or bool(engine.zero_overlap_comm())
-        self._order = BackwardOrder(module, trained, matters=in_order)
+        self._order = BackwardOrder(module, trained)
         self._num_passes = 0
         self._is_complete = False
         """Whether the gradients of the window are averaged over the ranks, or will be by the running backward pass."""
         self._is_used = False
         """Whether a step has used the gradients of a window that have not been zeroed since."""
-        self._max_norm = math.inf
         self.loss_scale: DynamicLossScale | None = None
         """By what losses are multiplied under fp16 autocast."""
-        zero_optimizer.clip_next_step(self._optimizer, 0.0)
+        self._optimizer.clip_grad = 0.0
 
     @property
     def _optimizer(self) -> Any:
@@ -402,7 +380,7 @@ class Gradients:
                 "once per step: read and clip them after the last backward pass, or train with paral_fsdp."
             )
         self.engine.set_gradient_accumulation_boundary(ends_window)
-        zero_optimizer.begin_pass(self._optimizer)
+        self._optimizer.clear_backward_seen_flag()  # `engine.forward` does so only for the first pass after it
         if self.loss_scale is not None:
             self._optimizer.override_loss_scale(float(self.loss_scale.state["scale"]))
         self._order.begin_pass()
@@ -424,7 +402,7 @@ class Gradients:
         self._is_complete = True
         self.engine.set_gradient_accumulation_boundary(True)
         if self._stage >= 2:
-            zero_optimizer.end_window(self._optimizer)
+            self._optimizer.finalize_gradient_accumulation_boundary()
         else:
             self.engine.allreduce_gradients()
 
@@ -463,8 +441,8 @@ class Gradients:
             self.loss_scale.update(is_finite=is_finite)
         elif not is_finite and not (self.engine.fp16_enabled() and self.engine.dynamic_loss_scale()):
             rank_zero_warn("Gradients were not finite: DeepSpeed skipped this step, so parameters did not change.")
-        zero_optimizer.clip_next_step(self._optimizer, 0.0)
-        self._is_used, self._is_complete, self._num_passes, self._max_norm = True, False, 0, math.inf
+        self._optimizer.clip_grad = 0.0  # none
+        self._is_used, self._is_complete, self._num_passes = True, False, 0
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -486,13 +464,12 @@ class Gradients:
         """Scale the averaged gradients, if there are any, in the next step to a 2-norm of at most `max_norm`."""
         if self._num_passes:
             self.end_window()
-            self._max_norm = min(self._max_norm, max_norm)
-            zero_optimizer.clip_next_step(self._optimizer, self._max_norm)
+            self._optimizer.clip_grad = min(self._optimizer.clip_grad or math.inf, max_norm)
 
     def norm(self) -> Tensor:
         """Return the global 2-norm of the averaged gradients before clipping by norm: a scalar, fp32. *Collective*."""
         self._check_complete()
-        return zero_optimizer.scaled_norm(self._optimizer, self._stage) / float(self._optimizer.loss_scale)
+        return scaled_norm(self._optimizer, self._stage) / float(self._optimizer.loss_scale)
 
     def full(self, parameter: Parameter) -> Tensor | None:
         """Return the full averaged gradient of `parameter` in fp32; `None` if it is not trained. *Collective*."""

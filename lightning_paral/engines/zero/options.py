@@ -133,6 +133,14 @@ class ZeROOptions(RankOptions):
         if optimizer is not None and optimizer.device == "nvme":
             raise ConfigurationError(f"offload_optimizer=Offload('nvme') {at_this_stage}. Use 'cpu'.")
 
+    def check_precision(self, precision: str, device: torch.device) -> None:
+        """Raise a `ConfigurationError` for fp16 on CPU, or if `deepspeed_config` sets another precision."""
+        if precision.startswith("16") and device.type == "cpu":
+            raise ConfigurationError(
+                f"precision={precision!r} is fp16, which DeepSpeed does not support on CPU. Use 'bf16-{precision[3:]}'."
+            )
+        merge(precision_section(precision), self.users_config)
+
     def engine_config(self, precision: str, device: torch.device, nvme_folders: Mapping[str, Path]) -> dict[str, Any]:
         """Return DeepSpeed's configuration for a run, without sizes that depend on the module.
 
@@ -202,14 +210,6 @@ def _device_section(offload: Offload, pin_memory: bool) -> dict[str, Any]:
         "pin_memory": pin_memory if offload.pin_memory is None else offload.pin_memory,
         "buffer_count": offload.buffer_count,
     }
-
-
-def check_precision(precision: str, device: torch.device) -> None:
-    """Raise a `ConfigurationError` for fp16 on CPU."""
-    if precision.startswith("16") and device.type == "cpu":
-        raise ConfigurationError(
-            f"precision={precision!r} is fp16, which DeepSpeed does not support on CPU. Use 'bf16-{precision[3:]}'."
-        )
 
 
 # DeepSpeed's configuration

@@ -3,6 +3,7 @@
 A partitioned parameter has this rank's shard and an empty `data`. While it is gathered, `data` is full.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.shards import FlatShard
-from lightning_paral.compat.deepspeed.process import is_from_deepspeed, restore_container
+from lightning_paral.compat.deepspeed.engine import is_from_deepspeed, restore_container
 from lightning_paral.compat.torch import modules
 from lightning_paral.compat.torch.modules import own_parameters
 from lightning_paral.errors import ConfigurationError
@@ -125,20 +126,15 @@ def show_full_shapes(module: Module) -> Iterator[None]:
             parameter.data = empty
 
 
-class _ScalarsAsBytes(TorchFunctionMode):
+class ScalarsAsBytes(TorchFunctionMode):
     """Allows byte views of 0-dimensional tensors: torch refuses them, but DeepSpeed broadcasts parameters as bytes."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.view and len(args) == 2 and args[1] is torch.uint8 and args[0].dim() == 0:
-            args = (args[0].view(1), torch.uint8)
+        if func is Tensor.view and args[1:] == (torch.uint8,):
+            args = (args[0].view(args[0].shape or (1,)), torch.uint8)
         return func(*args, **(kwargs or {}))
-
-
-def view_scalars_as_bytes() -> TorchFunctionMode:
-    """Return a context in which DeepSpeed can broadcast 0-dimensional parameters."""
-    return _ScalarsAsBytes()
 
 
 def make_contiguous(parameter: Any) -> None:
@@ -174,7 +170,7 @@ def check_not_partitioned(module: Module) -> None:
 def partition_parameters(module: Module, deferred: DeferredConstruction | None, config: dict[str, Any]) -> None:
     """Partition all parameters of `module`, with the values of rank 0. *Collective* over the world.
 
-    Memory: at a time, each rank holds the parameters of one module in full, and of those that share them.
+    Memory: at a time, each rank holds the parameters of one module in full, or of all that share some.
 
     Args:
         module: the module. Some of its parameters may be partitioned already.
@@ -187,7 +183,7 @@ def partition_parameters(module: Module, deferred: DeferredConstruction | None, 
     for parts in _parts_by_parameters(module):
         if deferred is not None:
             deferred.fill(parts)
-        for parameter in _own_parameters(parts):
+        for parameter in dict.fromkeys(each for part in parts for each in _direct(part)):
             if is_stage3_parameter(parameter):
                 continue
             make_contiguous(parameter)
@@ -195,7 +191,7 @@ def partition_parameters(module: Module, deferred: DeferredConstruction | None, 
                 # The parameter may be a private mapping of a file. Values received into it would occupy memory until
                 # the file is unmapped.
                 parameter.data = torch.empty_like(parameter)
-            with view_scalars_as_bytes():
+            with ScalarsAsBytes():
                 if partitioned is None:
                     holder = Module()
                     holder.register_parameter("first", parameter)
@@ -205,27 +201,18 @@ def partition_parameters(module: Module, deferred: DeferredConstruction | None, 
                     partitioned.convert_to_zero_parameters(param_list=[parameter])
 
 
-def _own_parameters(parts: list[Module]) -> list[Parameter]:
-    found: dict[Parameter, None] = {}
-    for part in parts:
-        found.update(dict.fromkeys(each for each in own_parameters(part).values() if each is not None))
-    return list(found)
+def _direct(part: Module) -> list[Parameter]:
+    return [parameter for parameter in own_parameters(part).values() if parameter is not None]
 
 
-def _parts_by_parameters(module: Module) -> Iterator[list[Module]]:
-    """Yield the submodules one by one, but together those that share parameters."""
-    holders: dict[Parameter, list[Module]] = {}
+def _parts_by_parameters(module: Module) -> list[list[Module]]:
+    """Return the submodules one by one, but together those that share parameters."""
+    holders = Counter(each for part in module.modules() for each in set(_direct(part)))
+    groups: dict[Module | None, list[Module]] = {}
     for part in module.modules():
-        for parameter in _own_parameters([part]):
-            holders.setdefault(parameter, []).append(part)
-    done: set[Module] = set()
-    for part in module.modules():
-        parts = [part]
-        for each in parts if part not in done else ():  # grows
-            parts += [other for p in _own_parameters([each]) for other in holders[p] if other not in parts]
-        if part not in done:
-            done.update(parts)
-            yield parts
+        is_tied = any(holders[each] > 1 for each in _direct(part))
+        groups.setdefault(None if is_tied else part, []).append(part)
+    return list(groups.values())
 
 
 # The module as it was before a run
@@ -266,7 +253,7 @@ class ModuleSnapshot:
                 for name in set(vars(parameter)) - (names if self.was_full else _users_attributes(parameter)):
                     delattr(parameter, name)
         for part, recorded in self._modules:
-            _restore_module(part, recorded)
+            _restore_module(part, *recorded)
 
 
 def _users_attributes(parameter: Any) -> set[str]:
@@ -284,17 +271,13 @@ def _full_on_host(parameter: Any) -> Tensor:
     return full
 
 
-_Recorded = tuple[set[str], dict[str, set[int]], type]
-"""The attribute names of a module, the keys of its hooks by attribute, and the class of its parameter container."""
+def _attributes_and_hooks(part: Module) -> tuple[set[str], dict[str, set[int]]]:
+    """Return the names of the attributes of a module, and the keys of its hooks by attribute."""
+    return set(vars(part)), {name: set(modules.hooks_in(part, name)) for name in modules.ALL}
 
 
-def _attributes_and_hooks(part: Module) -> _Recorded:
-    hooks = {name: set(modules.hooks_in(part, name)) for name in modules.ALL}
-    return set(vars(part)), hooks, type(own_parameters(part))
-
-
-def _restore_module(part: Module, recorded: _Recorded) -> None:
-    names, hooks, container = recorded
+def _restore_module(part: Module, names: set[str], hooks: dict[str, set[int]]) -> None:
+    restore_container(part)
     for name, recorded_keys in hooks.items():
         installed = modules.hooks_in(part, name)
         for key in set(installed) - recorded_keys:
@@ -302,4 +285,3 @@ def _restore_module(part: Module, recorded: _Recorded) -> None:
     for name in set(vars(part)) - names:
         if is_from_deepspeed(name, vars(part)[name]):
             delattr(part, name)
-    restore_container(part, container)

@@ -2,9 +2,9 @@
 
 import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from lightning_paral.comm.reduce_scatter import direct_reduce_scatter, start_reduce
-from lightning_paral.compat.deepspeed import process as private
+from lightning_paral.compat.deepspeed.engine import disable_shared_memory, forget_runs, use_backend
 from lightning_paral.compat.private_name import check_names
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.tested_versions import TESTED_VERSIONS, oldest_tested
@@ -93,7 +93,7 @@ def deepspeed_process_group(
         try:
             yield
         finally:
-            leave_deepspeed()
+            forget_runs()
 
 
 def join_deepspeed(level: int, device: torch.device) -> None:
@@ -110,23 +110,12 @@ def join_deepspeed(level: int, device: torch.device) -> None:
         from deepspeed.ops import op_builder  # noqa: F401
 
         check_names("deepspeed")
-    private.disable_shared_memory()
-    leave_deepspeed()
+    disable_shared_memory()
+    forget_runs()
     if dist.get_backend() == "gloo":
-        private.use_backend(private.make_backend(gloo_backend(), "gloo"))
+        use_backend(gloo_backend()("gloo", timedelta(0), None))  # the group exists, so the timeout has no effect
     else:
         deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
-    private.restart_counters()
-
-
-def leave_deepspeed() -> None:
-    """Reset the global variables of DeepSpeed: process groups and modules."""
-    if "deepspeed" not in sys.modules:
-        return
-    private.use_backend(None)
-    private.release_groups()
-    private.forget_forwards()
-    private.forget_modules()
 
 
 @contextmanager

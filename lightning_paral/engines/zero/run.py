@@ -1,16 +1,15 @@
 """One run under ZeRO, from `setup` to `teardown`: build DeepSpeed's engines around a module, and restore the module."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, functional
@@ -19,29 +18,20 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.optimizer_state import EndedOptimizers, State
 from lightning_paral.checkpoint.shards import FlatShard, identity
 from lightning_paral.comm.coalescing import broadcast
-from lightning_paral.compat.deepspeed.optimizer import share_masters
+from lightning_paral.compat.deepspeed.engine import share_masters
 from lightning_paral.compat.torch.patches import replace_attributes
 from lightning_paral.compat.torch.tensors import tree_map_only
-from lightning_paral.distributed.mesh import ParallelDims
-from lightning_paral.engines.zero.offload import check_offload
 from lightning_paral.engines.zero.optimizer import Gradients, UsersOptimizer, check_optimizers
-from lightning_paral.engines.zero.options import (
-    ZeROOptions,
-    add_device_defaults,
-    check_precision,
-    for_evaluation,
-    merge,
-    precision_section,
-)
+from lightning_paral.engines.zero.options import ZeROOptions, add_device_defaults, for_evaluation
 from lightning_paral.engines.zero.partition import (
     ModuleSnapshot,
+    ScalarsAsBytes,
     check_not_empty,
     count_trained,
     is_partitioned,
     is_stage3_parameter,
     make_contiguous,
     partition_parameters,
-    view_scalars_as_bytes,
 )
 from lightning_paral.engines.zero.precision import ZeROPrecision
 from lightning_paral.engines.zero.state import ZeroState
@@ -52,22 +42,17 @@ from lightning_paral.model.host_memory_check import host_memory_shortage
 from lightning_paral.model.user_hooks import generate_together
 
 
-@contextmanager
-def _staying_partitioned(module: Module) -> Iterator[None]:
-    """Gather no single parameter of stage 3 inside this context.
+def _staying_partitioned(module: Module) -> ExitStack:
+    """Return a context in which no parameter of stage 3 is gathered by itself.
 
     To register a hook on each parameter, DeepSpeed 0.19.8 gathers it and partitions it again: each rank receives the
     whole module. torch's hooks need no values.
     """
-    parameters: list[Any] = [parameter for parameter in module.parameters() if is_stage3_parameter(parameter)]
-    gathers = {parameter: parameter.all_gather for parameter in parameters}
-    for parameter, gather in gathers.items():
-        parameter.all_gather = partial(_gather_several, gather)
-    try:
-        yield
-    finally:
-        for parameter, gather in gathers.items():
-            parameter.all_gather = gather
+    undo = ExitStack()
+    for parameter in filter(is_stage3_parameter, module.parameters()):
+        gather = partial(_gather_several, parameter.all_gather)  # type: ignore[attr-defined]
+        undo.callback(replace_attributes(parameter, {"all_gather": gather}))
+    return undo
 
 
 def _gather_several(gather: Any, param_list: list[Any] | None = None, **options: Any) -> Any:
@@ -168,63 +153,39 @@ class StepsThroughEngine(Strategy):
             vars(steps).update(step=None, outputs=[])
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The settings of a run, from the strategy and the Trainer."""
-
-    options: ZeROOptions
-    config: Mapping[str, Any]
-    """DeepSpeed's configuration, without sizes that depend on the module."""
-    precision: ZeROPrecision
-    dims: ParallelDims
-    ranks_per_node: int
-
-
-def check_run(options: ZeROOptions, precision: str, device: torch.device) -> None:
-    """Check the settings of the Trainer, and that this node has what `options` need. Does not import DeepSpeed.
-
-    Args:
-        options: the options of the strategy.
-        precision: the value of `Trainer(precision=...)`.
-        device: the device of this rank.
-
-    Raises:
-        ConfigurationError: a setting contradicts `options`, or a compiler, a library or a folder is missing.
-    """
-    check_precision(precision, device)
-    merge(precision_section(precision), options.users_config)
-    check_offload(options)
-
-
 class ZeroRun(ZeroState):
     """The state of a module during one run. `train` or `evaluate` builds engines around it; `restore` removes them.
 
     Args:
-        module: the LightningModule. Its parameters are full or partitioned.
-        optimizers: the optimizers of the last fit.
-        device: the device of this rank.
+        strategy: the strategy, whose module has full or partitioned parameters.
+        options: its options.
+        config: DeepSpeed's configuration, without sizes that depend on the module.
         ended: the optimizers of past runs, with their states.
-        settings: the settings of this run.
         deferred: computes the values of parameters that `configure_model` has built without them; `None` if there are
             none. They are computed, and partitioned at stage 3, at once.
     """
 
     def __init__(
         self,
-        module: LightningModule,
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
+        strategy: DeepSpeedStrategy,
+        options: ZeROOptions,
+        config: dict[str, Any],
         ended: EndedOptimizers,
-        settings: RunSettings,
         deferred: DeferredConstruction | None,
     ) -> None:
-        super().__init__(module, optimizers, device, ended)
-        self._root = module
-        self._settings = settings
+        assert strategy.lightning_module is not None
+        assert isinstance(strategy.precision_plugin, ZeROPrecision)
+        super().__init__(strategy.lightning_module, strategy.optimizers, strategy.root_device, ended)
+        self._root = strategy.lightning_module
+        self._options = options
+        self._config = config
+        self._precision = strategy.precision_plugin
+        self._num_ranks = strategy.world_size
+        self._ranks_per_node = strategy.num_processes
         if deferred is not None:
-            check_not_empty(module)
-            partition_parameters(module, deferred, dict(settings.config))
-        self._snapshot = ModuleSnapshot(module)
+            check_not_empty(self.module)
+            partition_parameters(self.module, deferred, dict(config))
+        self._snapshot = ModuleSnapshot(self.module)
         self._engine: Any = None
         self._undo = ExitStack()
 
@@ -240,7 +201,7 @@ class ZeroRun(ZeroState):
         Raises:
             ConfigurationError: ZeRO does not support a parameter or the optimizer, or there are several.
         """
-        options = self._settings.options
+        options = self._options
         optimizer = check_optimizers(list(optimizers), self._root, trust=options.trust_optimizer)
         if optimizer is None:
             if "offload_parameters" in options.on_nvme:
@@ -261,7 +222,7 @@ class ZeroRun(ZeroState):
                 share_masters(engine.optimizer, options.stage)
         access = self.start_training(engine, users)
         self.gradients = Gradients(engine, users, access, self.module, self.trained)
-        self._settings.precision.start_fit(self.gradients)
+        self._precision.start_fit(self.gradients)
         self._redirect_zero_grad(users)
         return engine
 
@@ -276,13 +237,13 @@ class ZeroRun(ZeroState):
         module = self.module
         check_parameters(module, trains=optimizer is not None, config=config)
         if config["zero_optimization"]["stage"] == 3:
-            partition_parameters(module, None, dict(self._settings.config))
+            partition_parameters(module, None, dict(self._config))
             generate_together(module, self._undo)
             for part in module.modules():
                 part.register_forward_hook(return_views)  # before the hooks of DeepSpeed, which free parameters
         for parameter in module.parameters():
             make_contiguous(parameter)
-        with view_scalars_as_bytes(), _staying_partitioned(module):
+        with ScalarsAsBytes(), _staying_partitioned(module):
             engine, _, _, _ = deepspeed.initialize(
                 args=argparse.Namespace(device_rank=self.device.index),
                 config=config,
@@ -307,14 +268,14 @@ class ZeroRun(ZeroState):
 
         At stage 3 this is an engine that gathers parameters, otherwise the module, which is moved to the device.
         """
-        options = self._settings.options
+        options = self._options
         forward: Any
         if options.stage == 3 and next(self.module.parameters(), None) is not None:
             forward = self._build(None, for_evaluation(self._sized_config()))
             self.start_evaluation()
         else:
             forward = self.module.to(self.device)
-        if self._settings.dims.data_size > 1:
+        if self._num_ranks > 1:
             full = [parameter for parameter in self.module.parameters() if not is_stage3_parameter(parameter)]
             broadcast([*full, *self.module.buffers()])
         return forward
@@ -323,22 +284,22 @@ class ZeroRun(ZeroState):
         """Raise a `ConfigurationError` if a parameter was unfrozen or added or, at stage 3, written to."""
         if self.gradients is not None:
             self.gradients.check_fixed()
-        if self._settings.options.stage == 3:
+        if self._options.stage == 3:
             self.collect_writes()
 
     def _sized_config(self) -> dict[str, Any]:
         """Return DeepSpeed's configuration for the module, with sizes that depend on its trained parameters."""
-        options = self._settings.options
+        options = self._options
         zero = add_device_defaults(
-            self._settings.config["zero_optimization"],
+            self._config["zero_optimization"],
             options.stage,
             count_trained(self.module.parameters()),
             device_type=self.device.type,
-            num_ranks=self._settings.dims.shard,
+            num_ranks=self._num_ranks,
         )
         if options.stage == 1 and not self._root.automatic_optimization:
             # With overlap, stage 1 reduces only in a backward pass that is known to be the last of its window.
-            if self._settings.config["zero_optimization"].get("overlap_comm"):
+            if self._config["zero_optimization"].get("overlap_comm"):
                 raise ConfigurationError(
                     f"overlap_comm=True at stage 1 needs automatic optimization, but {type(self._root).__name__} "
                     "optimizes manually. Leave out overlap_comm, or set stage=2."
@@ -348,7 +309,7 @@ class ZeroRun(ZeroState):
         # The step of torch's optimizers, which count steps by parameter, may run several times for each step.
         if self.device.type == "cpu" and options.offload_optimizer is None and torchs:
             zero = {"sub_group_size": zero["reduce_bucket_size"]} | zero  # bounds the temporary tensors of a step
-        return {**self._settings.config, "zero_optimization": zero}
+        return {**self._config, "zero_optimization": zero}
 
     def _redirect_zero_grad(self, users: UsersOptimizer) -> None:
         """Make `zero_grad` of the module, its engine and its optimizer zero DeepSpeed's gradients."""
@@ -364,7 +325,7 @@ class ZeroRun(ZeroState):
 
         The module may have to stay partitioned, and can then be saved, but no run can use it.
         """
-        self._settings.precision.end_fit()
+        self._precision.end_fit()
         try:
             try:
                 if self.access is not None:
@@ -401,9 +362,9 @@ class ZeroRun(ZeroState):
             return str(error), None
 
     def _why_states_are_lost(self) -> str | None:
-        if "offload_optimizer" in self._settings.options.on_nvme:
+        if "offload_optimizer" in self._options.on_nvme:
             return "it was on NVMe"
-        if self._settings.precision.is_low:
+        if self._precision.is_low:
             return "it belongs to fp32 master copies of the weights, which were freed after the run"
         return None
 
@@ -419,7 +380,7 @@ class ZeroRun(ZeroState):
             return False
         if self._snapshot.was_full:
             return True
-        obstacle = host_memory_shortage(self._snapshot.num_bytes, self._settings.ranks_per_node)
+        obstacle = host_memory_shortage(self._snapshot.num_bytes, self._ranks_per_node)
         if obstacle is not None:
             rank_zero_warn(
                 f"{name} stays partitioned: {obstacle}. If its weights are not saved, call "

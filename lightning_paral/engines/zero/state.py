@@ -1,8 +1,9 @@
 """The state of a module under ZeRO: this rank's shards of weights and optimizer states, possibly on NVMe."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from lightning_paral.checkpoint.lazy_tensor import materialize, read_flat_range
 from lightning_paral.checkpoint.optimizer_state import SavedOptimizer, State, hyper_parameters, to_int_keys
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.checkpoint.shards import FlatShard, identity
-from lightning_paral.compat.deepspeed import optimizer as zero_optimizer
+from lightning_paral.compat.deepspeed import engine as zero_engine
 from lightning_paral.engines.zero.optimizer import Gradients, UsersOptimizer
 from lightning_paral.engines.zero.partition import (
     full_shape,
@@ -56,20 +57,23 @@ class Partition:
         optimizer: DeepSpeed's optimizer.
         stage: the stage of ZeRO.
         index: the index of the parameter group, or of the sub-group at stage 3.
-        parameters: the parameters.
+        masters: the parameters, and their flat tensors.
         users: the user's optimizer.
     """
 
     def __init__(
-        self, optimizer: Any, stage: int, index: int, parameters: Iterable[Any], users: UsersOptimizer
+        self, optimizer: Any, stage: int, index: int, masters: zero_engine.Masters, users: UsersOptimizer
     ) -> None:
         self._optimizer = optimizer
         self._users = users
         self._stage = stage
         self._index = index
-        self.ranges = self._ranges_of(parameters)
+        parameters, self.flat, weights = masters
+        self.ranges = _ranges_at_stage_3(parameters) if stage == 3 else _ranges_within(weights, parameters)
         """The flat range of each parameter, by the `id` of the parameter."""
-        self.place = index + 1 if stage == 3 and zero_optimizer.is_on_nvme(optimizer, index) else 0
+        self.has_own_memory = stage == 3 and (weights is None or weights.data_ptr() != self.flat.data_ptr())
+        """Whether saves read the weights here and not from fp32 parameters, which may hold averages for a while."""
+        self.place = index + 1 if stage == 3 and zero_engine.is_on_nvme(optimizer, index) else 0
         """0 for a partition in memory, a unique number for one on NVMe.
 
         Any read from NVMe loads the full partition, so tensors should be read place by place.
@@ -77,37 +81,11 @@ class Partition:
         self.is_loaded = False
         """Whether a partition on NVMe is in memory now."""
 
-    def _ranges_of(self, parameters: Iterable[Any]) -> dict[int, FlatRange]:
-        if self._stage < 3:
-            own = zero_optimizer.own_weights(self._optimizer, self._index)
-            return {id(parameter): _range_within(own, parameter) for parameter in parameters}
-        ranges, position = {}, 0
-        for parameter in parameters:
-            ranges[id(parameter)] = FlatRange(*local_flat_range(parameter), position)
-            position += parameter.ds_tensor.ds_numel
-        return ranges
-
-    @property
-    def flat(self) -> Tensor:
-        """The fp32 weights; empty while they are on NVMe."""
-        return zero_optimizer.flat_weights(self._optimizer, self._stage, self._index)
-
     @property
     def state(self) -> dict[str, Any]:
         """The optimizer's state. Those of its tensors that are as long as `flat` are empty while `flat` is empty."""
-        with self._users.flat():
-            state: dict[str, Any] = self._optimizer.optimizer.state[self.flat]
+        state: dict[str, Any] = self._users.flat_state[self.flat]
         return state
-
-    @property
-    def has_own_memory(self) -> bool:
-        """Whether saves read the weights here and not from fp32 parameters, which may hold averages for a while."""
-        return self._stage == 3 and not zero_optimizer.shares_memory_with_parameters(self._optimizer, self._index)
-
-    @property
-    def counts_in_int(self) -> bool:
-        """Whether the optimizer stores its step count as an `int`, as DeepSpeed's own do, and not as a tensor."""
-        return type(self._optimizer.optimizer).__module__.startswith("deepspeed.ops")
 
     @contextmanager
     def in_memory(self, *, write: bool) -> Iterator[tuple[Tensor, dict[str, Any]]]:
@@ -116,15 +94,12 @@ class Partition:
             yield self.flat, self.state
             return
         with self._users.flat():
-            zero_optimizer.swap_in(self._optimizer, self._index)
+            zero_engine.swap_in(self._optimizer, self._index)
         self.is_loaded = True
         try:
             yield self.flat, self.state
-            if write:
-                with self._users.flat():
-                    zero_optimizer.swap_out(self._optimizer, self._index)
-            else:
-                zero_optimizer.release_buffers(self._optimizer, self._index)
+            with self._users.flat():
+                zero_engine.swap_out(self._optimizer, self._index, write=write)
         finally:
             self.is_loaded = False
 
@@ -137,41 +112,50 @@ class Partition:
         with self.in_memory(write=True) as (flat, _):
             yield flat.data
             if self._stage == 3:
-                zero_optimizer.copy_flat_weights_to_parameters(self._optimizer, self._index)
+                zero_engine.copy_masters_to_parameters(self._optimizer, self._index)
 
 
-def _range_within(own: Tensor, parameter: Any) -> FlatRange:
-    """Return the range of `parameter` that lies in `own`, this rank's part of the flat weights that it is a view of."""
-    distance = (parameter.data_ptr() - own.data_ptr()) // own.element_size()
-    start, position = max(0, -distance), max(0, distance)
-    numel = min(parameter.numel() - start, own.numel() - position)
-    return FlatRange(start, numel, position) if numel > 0 else FlatRange(0, 0, 0)
+def _ranges_at_stage_3(parameters: list[Any]) -> dict[int, FlatRange]:
+    padded = accumulate((parameter.ds_tensor.ds_numel for parameter in parameters), initial=0)
+    return {
+        id(each): FlatRange(*local_flat_range(each), start) for each, start in zip(parameters, padded, strict=False)
+    }
 
 
-def _load_partition(
-    partition: Partition, shapes: dict[int, tuple[int, ...]], found: dict[int, dict[str, Any]], like: Tensor
+def _ranges_within(own: Any, parameters: list[Any]) -> dict[int, FlatRange]:
+    """Return the ranges of parameters that lie in `own`, this rank's part of the weights that they are views of."""
+    ranges = {}
+    for parameter in parameters:
+        distance = (parameter.data_ptr() - own.data_ptr()) // own.element_size()
+        start, position = max(0, -distance), max(0, distance)
+        numel = min(parameter.numel() - start, own.numel() - position)
+        ranges[id(parameter)] = FlatRange(start, numel, position) if numel > 0 else FlatRange(0, 0, 0)
+    return ranges
+
+
+def _joined(
+    found: list[tuple[FlatRange, tuple[int, ...], dict[str, Any]]], like: Tensor, counts_in_int: bool
 ) -> dict[str, Any]:
-    """Return the state of `partition` from the states of its parameters, by `id`; it has the dtype of `like`."""
+    """Return the state of a flat tensor `like` from ranges in it, with the shapes and states of their parameters."""
     state: dict[str, Any] = {}
-    taken = {float(values.get("step", 1 if values else 0)) for values in found.values()}
+    taken = {float(values.get("step", 1 if values else 0)) for *_, values in found}
     if len(taken) > 1:
         raise CheckpointError(
             f"Parameters in the checkpoint have taken different numbers of steps, {min(taken):g} to {max(taken):g}, as "
             "if some were frozen before. Under ZeRO they share one count. Resume under paral_fsdp, or load only the "
             "weights, with a new optimizer."
         )
-    for key in {key: None for parameter_state in found.values() for key in parameter_state}:
-        values = {id_: parameter_state[key] for id_, parameter_state in found.items() if key in parameter_state}
+    for key in {key: None for *_, values in found for key in values}:
+        of_key = [(own, shape, values[key]) for own, shape, values in found if key in values]
         if key == "step":
             step = taken.pop()
-            state[key] = int(step) if partition.counts_in_int else torch.tensor(step, dtype=torch.float32)
-        elif all(isinstance(value, Tensor) and value.shape == shapes[id_] for id_, value in values.items()):
+            state[key] = int(step) if counts_in_int else torch.tensor(step, dtype=torch.float32)
+        elif all(isinstance(value, Tensor) and value.shape == shape for _, shape, value in of_key):
             state[key] = torch.zeros_like(like, requires_grad=False)
-            for id_, value in values.items():
-                flat_range = partition.ranges[id_]
-                read_flat_range(value, flat_range.start, state[key][flat_range.in_flat])
+            for own, _, value in of_key:
+                read_flat_range(value, own.start, state[key][own.in_flat])
         else:
-            first = next(iter(values.values()))
+            first = of_key[0][-1]
             state[key] = materialize(first).clone() if isinstance(first, Tensor) else first
     return state
 
@@ -207,10 +191,8 @@ class ZeroState(ShardedState):
         self._zero_optimizer: Any = engine.optimizer
         self._users = users
         self._parameters = dict(self.module.named_parameters())
-        groups = zero_optimizer.groups_of_parameters(engine.optimizer, self._stage)
-        self._partitions = tuple(
-            Partition(engine.optimizer, self._stage, number, group, users) for number, group in enumerate(groups)
-        )
+        masters = enumerate(zero_engine.all_masters(engine.optimizer, self._stage))
+        self._partitions = tuple(Partition(engine.optimizer, self._stage, *each, users) for each in masters)
         self._partition_by_id = {id_: partition for partition in self._partitions for id_ in partition.ranges}
         self._stored: list[tuple[Parameter, Tensor]] = []
         self.access = UserAccess(self.module, self.write_full_values, hides_gradients=True)
@@ -334,16 +316,15 @@ class ZeroState(ShardedState):
     def gather_weights(self) -> None:
         """At stages 1 and 2, give every rank the weights that the others update, as a step does. *Collective*."""
         if self._stage in (1, 2):
-            zero_optimizer.gather_weights(self._zero_optimizer)
+            zero_engine.gather_weights(self._zero_optimizer)
 
     # Reads of many tensors, each from NVMe once
 
-    def _keep(self, partition: Partition) -> bool:
-        """Inside `reading`, keep `partition` in memory until another is read, and return `True`."""
-        if self._kept is not None and not partition.is_loaded:
+    def _keep(self, partition: Partition) -> None:
+        """Inside `reading`, keep `partition` in memory until another is read from NVMe."""
+        if self._kept is not None and partition.place and not partition.is_loaded:
             self._kept.close()
             self._kept.enter_context(partition.in_memory(write=False))
-        return self._kept is not None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -359,8 +340,9 @@ class ZeroState(ShardedState):
         own = partition.ranges[id(parameter)]
 
         def read() -> Tensor:
-            with partition.in_memory(write=False) if partition.place and not self._keep(partition) else nullcontext():
-                values = (partition.flat.detach() if key is None else partition.state[key])[own.in_flat]
+            self._keep(partition)
+            with partition.in_memory(write=False) as (flat, state):
+                values = (flat.detach() if key is None else state[key])[own.in_flat]
                 return values.clone() if partition.place else values
 
         return FlatShard(full_shape(parameter), dtype, own.start, own.numel, read, partition.place)
@@ -413,12 +395,12 @@ class ZeroState(ShardedState):
         checkpoint = SavedOptimizer(saved, self._users.names)
         for group, group_names in zip(self._users.groups, self._users.names, strict=True):
             group.update(checkpoint.hyper_parameters(group, group_names))
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        shapes = {id(parameter): full_shape(parameter) for parameter in self._parameters.values()}
+        counts_in_int = type(optimizer).__module__.startswith("deepspeed.ops")  # others count in a tensor
         for partition in self._partitions:
-            found = {id_: checkpoint.state.get(names[id_], {}) for id_ in partition.ranges}
+            parameters = [(name, p) for name, p in self._parameters.items() if id(p) in partition.ranges]
+            found = [(partition.ranges[id(p)], full_shape(p), checkpoint.state.get(name, {})) for name, p in parameters]
             with partition.in_memory(write=True) as (flat, state):
-                loaded = _load_partition(partition, shapes, found, flat)
+                loaded = _joined(found, flat, counts_in_int)
                 state.clear()
                 state.update(loaded)
 

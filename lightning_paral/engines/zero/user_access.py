@@ -15,7 +15,6 @@ leaves an empty tensor in place of a parameter that is not in use. During a run,
 import re
 import sys
 from collections.abc import Callable
-from traceback import walk_tb
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Module, Parameter
 
-from lightning_paral.compat.deepspeed.process import innermost_forward
+from lightning_paral.compat.deepspeed.engine import innermost_forward
 from lightning_paral.compat.torch.autograd import before_transforms, version_of
 from lightning_paral.compat.torch.tensors import tree_leaves, tree_map_only
 from lightning_paral.engines.zero.partition import full_shape, is_partitioned, is_stage3_parameter
@@ -53,20 +52,8 @@ class HiddenGradientError(ParalError, RuntimeError):
 
 
 def return_views(module: Module, inputs: Any, output: Any) -> Any:
-    """Replace parameters that a module returns by views, which stay full when DeepSpeed frees the parameters.
-
-    Raises:
-        ConfigurationError: DeepSpeed's hooks, which run after this one, do not take the output.
-    """
-    if type(output) is Tensor:
-        return None
-    is_known = output is None or isinstance(output, list | tuple | dict) or hasattr(output, "__dict__")
-    if not is_known or (isinstance(output, dict) and not all(isinstance(key, str) for key in output)):
-        raise ConfigurationError(
-            f"A step called {type(module).__name__}, which returned a {type(output).__name__}. At ZeRO stage 3 return "
-            "tensors, lists, tuples, dicts with strings as keys, or None, or train with paral_zero2."
-        )
-    return _with_views(output)
+    """Replace parameters that a module returns by views, which stay full when DeepSpeed frees the parameters."""
+    return None if type(output) is Tensor else _with_views(output)
 
 
 def _with_views(output: Any) -> Any:
@@ -138,8 +125,8 @@ class UserAccess:
         self.names = {id(parameter): name for name, parameter in named}
         self._parameters: list[Any] = [parameter for _, parameter in named]
         self._versions: dict[int, int] = {}
-        self._handed_out: dict[int, Tensor] = {}
-        """What user code has got as `data` at stages 1 and 2 are aliases of these, which share their version."""
+        self._exposed: set[int] = set()
+        """The `id`s of those whose `data` user code has got at stages 1 and 2, and may write to at any time."""
         self._undo = before_transforms(_refuse_partitioned)
         self.mark_unwritten()
         classes = {cls: self._classes(cls) for cls in {type(parameter) for parameter in self._parameters}}
@@ -166,7 +153,7 @@ class UserAccess:
             self._undo()
             for parameter in self._parameters:
                 parameter.__class__ = parameter.plain_class
-            self._parameters, self._handed_out = [], {}
+            self._parameters = []
 
     # Boundaries
 
@@ -177,7 +164,8 @@ class UserAccess:
             ConfigurationError: it has written to a parameter of stage 3.
         """
         with torch.DisableTorchFunctionSubclass():
-            written = [each for each in self._parameters if self._version(each) != self._versions.get(id(each))]
+            exposed, versions = self._exposed, self._versions
+            written = [p for p in self._parameters if id(p) in exposed or version_of(p) != versions[id(p)]]
         for parameter in written:
             if is_stage3_parameter(parameter):
                 raise ConfigurationError(
@@ -191,10 +179,6 @@ class UserAccess:
         """Treat the current values of parameters as those that DeepSpeed stores, as after loading a checkpoint."""
         self._record(self._parameters)
 
-    def _version(self, parameter: Any) -> int:
-        handed_out = self._handed_out.get(id(parameter))
-        return version_of(parameter) + (0 if handed_out is None else version_of(handed_out))
-
     def mark_stepped(self, parameters: list[Parameter]) -> None:
         """Tell autograd that `parameters` have changed: a backward pass of an earlier forward is then an error."""
         increment_version(parameters)
@@ -202,7 +186,7 @@ class UserAccess:
 
     def _record(self, parameters: list[Any]) -> None:
         with torch.DisableTorchFunctionSubclass():
-            self._versions.update((id(parameter), self._version(parameter)) for parameter in parameters)
+            self._versions.update((id(parameter), version_of(parameter)) for parameter in parameters)
 
     def _copy(self, parameters: list[Any]) -> None:
         if parameters:
@@ -236,18 +220,18 @@ class UserAccess:
         parameter.all_gather()
 
     def expose(self, parameter: Any) -> Tensor:
-        """Return `parameter.data` for user code, which may write to it: this is noticed at any time by a version.
+        """Return `parameter.data` for user code, which may write to it.
 
-        At stage 3 that is the version of `parameter`, which moves.
+        At stages 1 and 2, all boundaries compare its values from now on. At stage 3 it shares the version of
+        `parameter`, which moves.
         """
         if is_partitioned(parameter):
             self.gather(parameter)
-        if not is_stage3_parameter(parameter):  # NumPy, which counts no versions, may write to it
-            self._versions.pop(id(parameter), None)
-        with torch.DisableTorchFunctionSubclass():
-            if is_stage3_parameter(parameter):
+        if is_stage3_parameter(parameter):
+            with torch.DisableTorchFunctionSubclass():
                 return Tensor.detach(parameter)
-            return self._handed_out.setdefault(id(parameter), plain_data(parameter)).detach()
+        self._exposed.add(id(parameter))
+        return plain_data(parameter)
 
     def assign(self, parameter: Any, values: Tensor) -> None:
         """Copy `values` into `parameter`, for `parameter.data = values`.
@@ -429,7 +413,7 @@ _SECOND_GRADIENT = (
     "in a step, or from torch.utils.checkpoint with use_reentrant=True. For gradients by inputs, call "
     "torch.autograd.grad(loss, inputs); in manual optimization, self.manual_backward(loss)."
 )
-_AT_EVERY_STAGE = {
+_EXPLANATIONS = {
     "Creating a Parameter from an instance of type": (
         "A parameter was created from one that ZeRO shards, as pruning, parametrizations and nn.Parameter(parameter) "
         "do. It would be neither sharded nor trained. Create it in __init__ or configure_model, or use paral_ddp."
@@ -437,6 +421,7 @@ _AT_EVERY_STAGE = {
     "Multiple gradient reductions? (is|are) currently not supported": _SECOND_GRADIENT,
 }
 _AT_STAGE_3 = {
+    "'NoneType' object has no attribute 'numel'": _SECOND_GRADIENT,  # another backward pass has taken the gradient
     "does not have vmap support|with functorch transforms|has no attribute 'ds_(status|id)'|tracing error at step": (
         "Under ZeRO stage 3 a module must run as it is, with the same parameters and in the same order in each step, "
         "not in a transform of torch.func such as grad, jacrev and functional_call. Train with paral_zero2."
@@ -452,9 +437,5 @@ _AT_STAGE_3 = {
 
 def explanation(error: BaseException, *, stage: int) -> str | None:
     """Return what `error` means under ZeRO, and what to do; `None` if it has another cause."""
-    if stage == 3 and isinstance(error, AttributeError) and error.name == "numel" and error.__traceback__ is not None:
-        *_, (frame, _) = walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__", "")).startswith("deepspeed.runtime.zero"):
-            return _SECOND_GRADIENT  # DeepSpeed found no gradient, because another backward pass has taken it
-    known = _AT_EVERY_STAGE | (_AT_STAGE_3 if stage == 3 else {})
+    known = _EXPLANATIONS | (_AT_STAGE_3 if stage == 3 else {})
     return next((meaning for pattern, meaning in known.items() if re.search(pattern, str(error))), None)

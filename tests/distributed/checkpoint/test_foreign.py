@@ -155,7 +155,7 @@ class OnCPU(ParalZeROStrategy):
     """Saves in DeepSpeed's format, like Lightning's DeepSpeedStrategy, which needs CUDA."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        from lightning_paral.engines.zero.partition import view_scalars_as_bytes
+        from lightning_paral.engines.zero.partition import ScalarsAsBytes
 
         assert self.lightning_module is not None
         self.saved = {name: self.full_parameter(p) for name, p in self.lightning_module.named_parameters()}
@@ -165,7 +165,7 @@ class OnCPU(ParalZeROStrategy):
         steps = engine.module  # around the LightningModule, which Lightning's strategy gives to DeepSpeed itself
         engine.module = steps.module
         engine.param_names = {parameter: name.removeprefix("module.") for parameter, name in engine.param_names.items()}
-        with view_scalars_as_bytes(), users.flat():
+        with ScalarsAsBytes(), users.flat():
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
         engine.module = steps
 

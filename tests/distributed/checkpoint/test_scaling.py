@@ -57,7 +57,7 @@ def fit(label: str, path: str, resume: bool = False) -> dict[str, Any]:
     torch.manual_seed(3)
     model = Overflowing()
     with pytest.MonkeyPatch.context() as as_on_cuda:
-        as_on_cuda.setattr("lightning_paral.engines.zero.run.check_precision", lambda *_: None)
+        as_on_cuda.setattr("lightning_paral.engines.zero.options.ZeROOptions.check_precision", lambda *_: None)
         as_on_cuda.setattr("lightning_paral.strategies.fsdp.check_precision", lambda *_: None)
         trainer = trainer_of(label, max_epochs=1, devices=2, callbacks=[] if resume else [SaveOnce(path)])
         trainer.fit(model, regression_data(SAVED_AFTER + 1, 2), ckpt_path=path if resume else None)

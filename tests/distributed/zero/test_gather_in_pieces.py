@@ -1,6 +1,7 @@
 """On gloo, a large all-gather is made in pieces, and gathers the same."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 def gather(num_elements: int, most_bytes: int) -> tuple[list[float], int]:
     """Return what this rank has gathered in place, and the number of calls of torch's collective for lists."""
-    from lightning_paral.compat.deepspeed.process import disable_shared_memory, make_backend
+    from lightning_paral.compat.deepspeed.engine import disable_shared_memory
     from lightning_paral.engines.zero import process
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -19,7 +20,7 @@ def gather(num_elements: int, most_bytes: int) -> tuple[list[float], int]:
     own = output[rank * num_elements : (rank + 1) * num_elements]
     own.copy_(torch.arange(num_elements) + 1000.0 * rank)
     disable_shared_memory()  # it would be compiled
-    backend = make_backend(process.gloo_backend(), "gloo")
+    backend = process.gloo_backend()("gloo", timedelta(0), None)
     with (
         patch.object(process, "_MAX_GATHERED_BYTES", most_bytes),
         patch.object(dist, "all_gather", wraps=dist.all_gather) as called,

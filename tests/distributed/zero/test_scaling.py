@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_paral.engines.zero import options
 from lightning_paral.engines.zero.optimizer import DynamicLossScale
+from lightning_paral.engines.zero.options import ZeROOptions
 from tests.models.regression import Regression, regression_data
 from tests.running import assert_same_fit, quiet_trainer
 
@@ -47,7 +47,7 @@ def fit_by_hand() -> tuple[list[float], dict[str, Tensor], list[float]]:
 def fit_in_fp16(strategy: str) -> tuple[list[float], dict[str, Tensor], list[float]]:
     # Allow fp16 on CPU, where strategies refuse it. Losses are scaled as on CUDA.
     as_on_cuda = pytest.MonkeyPatch()
-    as_on_cuda.setattr("lightning_paral.engines.zero.run.check_precision", lambda *_: None)
+    as_on_cuda.setattr("lightning_paral.engines.zero.options.ZeROOptions.check_precision", lambda *_: None)
     torch.manual_seed(3)
     model = Overflowing()
     scales: list[Any] = []
@@ -80,4 +80,4 @@ def test_scale_grows_after_2000_finite_steps() -> None:
     resumed.state.update(scale.state)
     resumed.update(is_finite=False)
     assert resumed.state["scale"] == 2.0**16
-    assert options.check_precision("16-mixed", torch.device("cuda", 0)) is None
+    ZeROOptions().check_precision("16-mixed", torch.device("cuda", 0))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_paral.compat.deepspeed import process as runtime
+from lightning_paral.compat.deepspeed import engine as runtime
 from lightning_paral.compat.private_name import check_names
 from lightning_paral.errors import PrivateNameError
 from tests.unit.compat.test_names import import_deepspeed
