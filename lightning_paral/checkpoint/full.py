@@ -13,14 +13,7 @@ from torch import Tensor
 from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.layout import Chunk, flat_range_of
-from lightning_paral.checkpoint.manifest import (
-    ChecksummedWriter,
-    FileRecord,
-    Manifest,
-    checksum_of_block,
-    embed,
-    reader_of,
-)
+from lightning_paral.checkpoint.manifest import ChecksummedWriter, FileRecord, Manifest, checksum_of_block, embed
 from lightning_paral.checkpoint.optimizer_state import by_int
 from lightning_paral.checkpoint.shards import NO_SHARD, bytes_of, flat
 from lightning_paral.checkpoint.tree import SavedTensor, TreePath, check_shards, replace_at
@@ -224,7 +217,7 @@ def _first(record: FileRecord, nbytes: int, path: Path) -> FileRecord:
     start = sum(length for _, length, _ in blocks)
     if start < nbytes:
         with open(path, "rb", buffering=0) as file:
-            blocks.append((start, nbytes - start, checksum_of_block(reader_of(file.fileno()), start, nbytes - start)))
+            blocks.append((start, nbytes - start, checksum_of_block(file, start, nbytes - start)))
     return FileRecord(bytes=nbytes, blocks=blocks)
 
 

@@ -156,16 +156,8 @@ def read_manifest(path: str | Path) -> Manifest | None:
 # Verify
 
 
-class DamagedError(CheckpointError):
-    """A checkpoint is damaged or incomplete. `faults` has a description of each fault."""
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = faults
-
-
-def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
-    """Check the checkpoint at `path` in this process, and return its manifest; `None` if another tool saved it.
+def verify(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | None, list[str]]:
+    """Check the checkpoint at `path` in this process. Return its manifest, `None` if another tool saved it, and faults.
 
     Files are compared with the checksums in the manifest, if there is one. The checkpoint is opened, which checks that
     chunks cover every tensor, and each chunk is read.
@@ -173,13 +165,9 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
     Args:
         path: the path of a file or folder, or a URL.
         weights_only: `False` trusts the checkpoint and runs code in it.
-
-    Raises:
-        CheckpointError: there is no checkpoint at `path`, or it cannot be read.
-        DamagedError: the checkpoint differs from what was written.
     """
 
-    def read(location: str | Path) -> Manifest | None:
+    def read(location: str | Path) -> tuple[Manifest | None, list[str]]:
         manifest = read_manifest(location)
         faults = [] if manifest is None else list(find_faults(location, manifest, RankGroup()))
         with explain_read_errors(location):
@@ -187,22 +175,12 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
                 checkpoint = open_checkpoint(location, weights_only=weights_only, manifest=manifest)
                 # Behind a URL, do not fetch data a second time if its checksums have just been verified.
                 faults = [] if manifest is not None and is_remote(location) else list(_unreadable_tensors(checkpoint))
-        if faults:
-            raise DamagedError(faults)
-        return manifest
+        return manifest, faults
 
-    return read_current(path, RankGroup(), read)
-
-
-def verify(path: str | Path) -> list[str]:
-    """Return every fault of the checkpoint at `path`; an empty list if it is complete and undamaged."""
     try:
-        check(path)
-    except DamagedError as error:
-        return error.faults
+        return read_current(path, RankGroup(), read)
     except CheckpointError as error:
-        return [str(error)]
-    return []
+        return None, [str(error)]
 
 
 def verify_blocks(path: str | Path, manifest: Manifest, ranks: RankGroup) -> None:

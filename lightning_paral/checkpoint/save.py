@@ -44,11 +44,9 @@ from lightning_paral.checkpoint.layout import Chunk
 from lightning_paral.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, record_bytes
 from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, by_fqn
 from lightning_paral.checkpoint.reader import META, METADATA
-from lightning_paral.checkpoint.safe_load import warn_about_refused_types
 from lightning_paral.checkpoint.shards import alone, flat, is_sharded
 from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.tree import (
-    PACKAGE_STATE_KEY,
     WEIGHT_KEYS,
     Kind,
     SavedTensor,
@@ -57,6 +55,7 @@ from lightning_paral.checkpoint.tree import (
     host_copy,
     insert,
     is_state_key,
+    leaves,
     name_of,
     replace_at,
     tensors_in,
@@ -93,8 +92,6 @@ class SaveJob:
     objects: dict[TreePath, bytes] = field(default_factory=dict)
     """For a sharded checkpoint, on rank 0: the weights and optimizer states that are not tensors, serialized, and at
     the path `()` the other entries, which are the content of `meta.pt`."""
-    is_first_of_run: bool = True
-    """Whether to check for types that loading will refuse. Later saves of a run contain the same types."""
 
     @staticmethod
     def prepare(
@@ -212,9 +209,7 @@ class SaveJob:
 
     def _write_file(self, path: Path, ranks: RankGroup) -> int:
         what = f"Saving {self.path}"
-        nbytes = write_full(self.tree, self.tensors, path, ranks, self.about, what, keyed_by_fqn=self.keyed_by_fqn)
-        ranks.run_on_rank_0(what, lambda: self._check_types(path))
-        return nbytes
+        return write_full(self.tree, self.tensors, path, ranks, self.about, what, keyed_by_fqn=self.keyed_by_fqn)
 
     def _upload(self, ranks: RankGroup) -> int:
         """Write a local file, because a manifest cannot be appended to a file at a URL, and upload it."""
@@ -255,7 +250,6 @@ class SaveJob:
         def finish() -> int:
             files = {file.name: file.record for file in written}
             contents = {METADATA: make_metadata(written), META: self.objects[()]}
-            self._check_types(*map(io.BytesIO, self.objects.values()))
             names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():
                 files[names.get(name, name)] = record_bytes(data)
@@ -268,12 +262,6 @@ class SaveJob:
             return sum(record.bytes for record in files.values())
 
         return ranks.run_on_rank_0(what, finish)
-
-    def _check_types(self, *files: Any) -> None:
-        """In the first save of a run, warn about types that loading will refuse."""
-        if self.is_first_of_run:
-            for file in files:
-                warn_about_refused_types(file)
 
 
 def _is_object(value: Any) -> bool:
@@ -384,18 +372,6 @@ def serialize_values(values: Mapping[TreePath, Any]) -> dict[TreePath, bytes]:
     return data
 
 
-def leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
-    """Yield the leaves of nested dicts and lists, each with its path. They are those of Distributed Checkpoint."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves(value, (*path, key))
-    elif isinstance(tree, list) and any(isinstance(value, Mapping | list | Tensor) for value in tree):
-        for number, value in enumerate(tree):
-            yield from leaves(value, (*path, number))
-    else:
-        yield path, tree
-
-
 def make_metadata(written: Sequence[WrittenFile]) -> bytes:
     """Return the content of `.metadata`, given the file of each rank.
 
@@ -442,8 +418,8 @@ def _merge_stages(
 ) -> tuple[dict[str, Any], list[SavedTensor]]:
     """Return rank 0's `tree` with what only other stages have, and the tensors that no earlier stage has. *Collective*.
 
-    Groups of parameters are merged by index. Where several stages have an entry, that of the first stage is used. Of
-    other entries, only the shards that callbacks keep are added.
+    All stages have the same groups of parameters. Where several stages have an entry, that of the first stage is used.
+    Of other entries, only the shards that callbacks keep are added.
 
     Args:
         tree: the checkpoint of this rank, keyed by FQN.
@@ -468,8 +444,7 @@ def _merge_stages(
         for tensor in tensors:
             stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             absent |= dict.fromkeys(tensor.paths, stand_in)
-        frozen = tree.get(PACKAGE_STATE_KEY, {}).get("frozen", [])
-        return absent, frozen, None if ranks.is_rank_0 else host_copy(replace_at(state, absent))
+        return absent, None if ranks.is_rank_0 else host_copy(replace_at(state, absent))
 
     described = ranks.gather_results(what, describe)
     earlier = {path for found in described[: stages.index(stages[ranks.rank])] if found for path in found[0]}
@@ -477,19 +452,13 @@ def _merge_stages(
 
     def merge() -> dict[str, Any]:
         merged: dict[str, Any] = replace_at(tree, {})
-        about = merged.get(PACKAGE_STATE_KEY, {})
-        for found in described[1:]:
-            if found is not None:
-                absent, frozen, state = found
-                about["frozen"] = list(dict.fromkeys((*about.get("frozen", ()), *frozen)))
-                present = {path for path, _ in tensors_in(merged)}
-                for path in sorted(absent.keys() - present, key=str):
-                    if not is_state_key(str(path[0])):  # a shard in the state of a callback
-                        _check_names(path)
-                        insert(merged, path, absent[path], [0])
-                for key, value in state.items():
-                    merge_entry = _add_weights if key in WEIGHT_KEYS else _add_missing
-                    merge_entry(merged.setdefault(key, value), value)
+        for absent, state in filter(None, described[1:]):
+            present = {path for path, _ in tensors_in(merged)}
+            for path in sorted(absent.keys() - present, key=str):
+                if not is_state_key(str(path[0])):  # a shard in the state of a callback
+                    _check_names(path)
+                    insert(merged, path, absent[path], [0])
+            _add_missing(merged, state)
         return merged
 
     tree = ranks.run_on_all(what, lambda: merge() if ranks.is_rank_0 else tree)
@@ -504,22 +473,11 @@ def _check_names(path: TreePath) -> None:
         )
 
 
-def _add_weights(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Add to `first` the entries that only `second` has, and the versions of their modules, which are an attribute."""
-    first.update({name: value for name, value in second.items() if name not in first})
-    attributes = getattr(first, "__dict__", {})
-    for name, versions in getattr(second, "__dict__", {}).items():
-        attributes[name] = {**versions, **attributes.get(name, {})}
-
-
 def _add_missing(first: Any, second: Any) -> None:
-    """Add to `first` what only `second` has: to dicts by key, to lists of names by name, to other lists by index."""
+    """Add to nested dicts and lists in `first` the entries of dicts that only `second` has."""
     if isinstance(first, dict):
         for key, value in second.items():
             _add_missing(first.setdefault(key, value), value)
-    elif isinstance(first, list) and all(isinstance(each, str) for each in (*first, *second)):
-        first[:] = dict.fromkeys((*first, *second))
     elif isinstance(first, list):
         for one, other in zip(first, second, strict=False):
             _add_missing(one, other)
-        first += second[len(first) :]

@@ -34,16 +34,21 @@ def is_state_key(key: str) -> bool:
     return key in (*WEIGHT_KEYS, "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
 
 
+def leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
+    """Yield the leaves of nested dicts and lists, each with its path. They are those of Distributed Checkpoint."""
+    if isinstance(tree, MutableMapping):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(tree, list) and any(isinstance(value, MutableMapping | list | Tensor) for value in tree):
+        for number, value in enumerate(tree):
+            yield from leaves(value, (*path, number))
+    else:
+        yield path, tree
+
+
 def tensors_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Tensor]]:
     """Yield the tensors in nested dicts and lists, each with its path."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, MutableMapping):
-        for key, value in tree.items():
-            yield from tensors_in(value, (*path, key))
-    elif isinstance(tree, list):
-        for number, value in enumerate(tree):
-            yield from tensors_in(value, (*path, number))
+    return ((place, leaf) for place, leaf in leaves(tree, path) if isinstance(leaf, Tensor))
 
 
 def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> Any:
