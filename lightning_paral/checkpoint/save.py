@@ -11,7 +11,6 @@ The steps of a save, with the files to read:
 After each step, the ranks agree in `distributed/exchange.py` whether all of them succeeded.
 """
 
-import io
 import logging
 import pickle
 import tempfile
@@ -58,6 +57,7 @@ from lightning_paral.checkpoint.tree import (
     leaves,
     name_of,
     replace_at,
+    serialized,
     tensors_in,
     tensors_to_save,
 )
@@ -87,8 +87,6 @@ class SaveJob:
     """Whether this rank is the lowest of its pipeline stage."""
     tree: dict[str, Any] = field(default_factory=dict)
     """For a full checkpoint, on rank 0: all entries."""
-    keyed_by_fqn: bool = False
-    """Whether optimizer states in `tree` are keyed by FQN."""
     objects: dict[TreePath, bytes] = field(default_factory=dict)
     """For a sharded checkpoint, on rank 0: the weights and optimizer states that are not tensors, serialized, and at
     the path `()` the other entries, which are the content of `meta.pt`."""
@@ -123,12 +121,11 @@ class SaveJob:
         what = f"Saving {path}"
         stages = [0] * ranks.world_size if stages is None else stages
         has_stages = len(set(stages)) > 1
-        by_name = form == "sharded" or has_stages  # stages number their parameters independently
         is_first = stages.index(stages[ranks.rank]) == ranks.rank
         tree: dict[str, Any] = {}
 
         def list_tensors() -> list[SavedTensor]:
-            tree.update(by_fqn(checkpoint) if by_name else checkpoint)
+            tree.update(by_fqn(checkpoint) if form == "sharded" else checkpoint)
             return tensors_to_save(_without_objects(tree) if form == "sharded" else tree, writes_full=is_first)
 
         tensors = ranks.run_on_all(what, list_tensors)
@@ -149,7 +146,7 @@ class SaveJob:
         }
         job = SaveJob(str(path), form, tensors, about, is_first)
         if ranks.is_rank_0 and form == "full":
-            job.tree, job.keyed_by_fqn = tree, has_stages
+            job.tree = tree
         elif form == "sharded":
             job.objects = ranks.run_on_all(what, lambda: _serialized(tree, has_stages) if ranks.is_rank_0 else {})
         return job
@@ -209,7 +206,7 @@ class SaveJob:
 
     def _write_file(self, path: Path, ranks: RankGroup) -> int:
         what = f"Saving {self.path}"
-        return write_full(self.tree, self.tensors, path, ranks, self.about, what, keyed_by_fqn=self.keyed_by_fqn)
+        return write_full(self.tree, self.tensors, path, ranks, self.about, what)
 
     def _upload(self, ranks: RankGroup) -> int:
         """Write a local file, because a manifest cannot be appended to a file at a URL, and upload it."""
@@ -280,12 +277,16 @@ def _without_objects(tree: Mapping[str, Any]) -> dict[str, Any]:
 def _serialized(tree: Mapping[str, Any], is_merged: bool) -> dict[TreePath, bytes]:
     """Return the field `objects` of a `SaveJob` for a sharded checkpoint. For `is_merged` see `tensors_to_save`."""
     state = {key: value for key, value in tree.items() if is_state_key(key)}
-    values = {path: value for path, value in leaves(_without_objects(state)) if not isinstance(value, Tensor)}
+    values: dict[TreePath, Any] = {
+        path: value for path, value in leaves(_without_objects(state)) if not isinstance(value, Tensor)
+    }
     for key in set(WEIGHT_KEYS) & state.keys():
         values |= {(key, name): value for name, value in state[key].items() if _is_object(value)}
     rest = {key: value for key, value in tree.items() if not is_state_key(key)}
     sharded = (path for path, tensor in tensors_in(rest) if is_sharded(tensor) or (is_merged and tensor.is_meta))
-    return serialize_values(values | {(): replace_at(rest, dict.fromkeys(sharded))})
+    return {
+        path: serialized(value) for path, value in (values | {(): replace_at(rest, dict.fromkeys(sharded))}).items()
+    }
 
 
 def _write(folder: Folder, name: str, data: bytes) -> None:
@@ -362,16 +363,6 @@ def _values(tensor: SavedTensor) -> Iterator[tuple[Chunk, Tensor]]:
         start += chunk.numel
 
 
-def serialize_values(values: Mapping[TreePath, Any]) -> dict[TreePath, bytes]:
-    """Return each value as the bytes that `torch.save` writes for it."""
-    data = {}
-    for path, value in values.items():
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        data[path] = buffer.getvalue()
-    return data
-
-
 def make_metadata(written: Sequence[WrittenFile]) -> bytes:
     """Return the content of `.metadata`, given the file of each rank.
 
@@ -422,7 +413,7 @@ def _merge_stages(
     Of other entries, only the shards that callbacks keep are added.
 
     Args:
-        tree: the checkpoint of this rank, keyed by FQN.
+        tree: the checkpoint of this rank.
         tensors: the tensors of this rank.
         ranks: the ranks that save together.
         stages: the pipeline stage of each of `ranks`.

@@ -108,12 +108,16 @@ def insert(tree: dict[str, Any], path: TreePath, value: Any, gaps_left: list[int
         container = inner
 
 
+def serialized(value: Any) -> bytes:
+    """Return what `torch.save` writes for `value`."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
 def host_copy(tree: Any) -> Any:
     """Return a copy of `tree` with its tensors on the host. The copies share memory if the originals do."""
-    buffer = io.BytesIO()
-    torch.save(tree, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, map_location="cpu", weights_only=False)
+    return torch.load(io.BytesIO(serialized(tree)), map_location="cpu", weights_only=False)
 
 
 def view_key(value: Tensor) -> Any:
