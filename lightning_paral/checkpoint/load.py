@@ -197,13 +197,15 @@ def verify_blocks(path: str | Path, manifest: Manifest, ranks: RankGroup) -> Non
 def verify_records(path: str | Path, ranks: RankGroup) -> None:
     """Verify a file that another tool saved with `torch.save`, by the CRC-32 of its records. *Collective* over `ranks`.
 
-    Files that were saved after `torch.serialization.set_crc32_options(False)` have no checksums and are accepted.
+    Folders, and files that were saved after `torch.serialization.set_crc32_options(False)`, have none and are accepted.
 
     Raises:
         CheckpointError: a record is damaged. Raised on all ranks.
     """
 
     def find_damaged() -> str | None:
+        if not zipfile.is_zipfile(path):
+            return None  # a folder, or a file that loading refuses
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() if any(record.CRC for record in archive.infolist()) else None
 
@@ -281,8 +283,6 @@ class Candidate:
     epoch: int = -1
     world_size: int | None = None
     """The number of ranks that saved it; `None` if another tool saved it."""
-    is_archive: bool = False
-    """Whether it is a file that another tool saved with `torch.save`."""
     fault: str = ""
     """Why it cannot be read, if it is damaged."""
 
@@ -325,6 +325,6 @@ def _describe(path: Path) -> Candidate | None:
         checkpoint = read_current(path, RankGroup(), open_checkpoint)
         with explain_read_errors(path):
             step, epoch = int(checkpoint["global_step"]), int(checkpoint["epoch"])
-        return replace(candidate, global_step=step, epoch=epoch, is_archive=path.is_file())
+        return replace(candidate, global_step=step, epoch=epoch)
     except (CheckpointError, OSError) as error:
         return replace(candidate, fault=explain(error)) if path.exists() else None

@@ -15,9 +15,10 @@ import logging
 import pickle
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 from uuid import uuid4
@@ -171,13 +172,11 @@ class SaveJob:
         """
         started = time.monotonic()
         ranks.run_on_rank_0(f"Saving {self.path}", self._check_target)
-        if not is_remote(self.path):
-            nbytes = self._write_locally(ranks)
-        elif self.form == "sharded":
+        if is_remote(self.path) and self.form == "sharded":
             save_id = ranks.run_on_rank_0(f"Saving {self.path}", lambda: uuid4().hex[:12])
             nbytes = self._write_folder(FsspecStorage(self.path), ranks, save_id)
         else:
-            nbytes = self._upload(ranks)
+            nbytes = self._write_draft(ranks)
         if ranks.is_rank_0:
             _log.info("checkpoint committed: %s, %d bytes, %.1f s", self.path, nbytes, time.monotonic() - started)
 
@@ -188,38 +187,31 @@ class SaveJob:
         else:
             check_replaceable_at(*file_system(self.path), self.path, folder=folder)
 
-    def _write_locally(self, ranks: RankGroup) -> int:
-        """Write next to the target, and rename the result to the target. Return the size of all files in bytes."""
-        target = Path(self.path)
-        what = f"Saving {target}"
-        folder, drafts = self.form == "sharded", list[AtomicPath]()
+    def _write_draft(self, ranks: RankGroup) -> int:
+        """Write next to the target, or a local file for a URL, to which a manifest cannot be appended; then commit.
+
+        Return the size of all files in bytes.
+        """
+        what = f"Saving {self.path}"
+        folder, commit = self.form == "sharded", list[Callable[[], None]]()
         with ExitStack() as stack:
 
             def begin() -> str:
-                drafts.append(stack.enter_context(AtomicPath(target, folder=folder)))
-                return str(drafts[0].path)
+                if is_remote(self.path):
+                    made = tempfile.TemporaryDirectory(prefix="lightning_paral_", ignore_cleanup_errors=True)
+                    path = Path(stack.enter_context(made)) / "full.ckpt"
+                    commit.append(partial(put_file, path, self.path))
+                    return str(path)
+                draft = stack.enter_context(AtomicPath(Path(self.path), folder=folder))
+                commit.append(draft.commit)
+                return str(draft.path)
 
             path = Path(ranks.run_on_rank_0(what, begin))
-            nbytes = self._write_folder(LocalStorage(path), ranks) if folder else self._write_file(path, ranks)
-            ranks.run_on_rank_0(what, lambda: drafts[0].commit())
-            return nbytes
-
-    def _write_file(self, path: Path, ranks: RankGroup) -> int:
-        what = f"Saving {self.path}"
-        return write_full(self.tree, self.tensors, path, ranks, self.about, what)
-
-    def _upload(self, ranks: RankGroup) -> int:
-        """Write a local file, because a manifest cannot be appended to a file at a URL, and upload it."""
-        what = f"Saving {self.path}"
-        with ExitStack() as stack:
-
-            def begin() -> str:
-                made = tempfile.TemporaryDirectory(prefix="lightning_paral_", ignore_cleanup_errors=True)
-                return stack.enter_context(made)
-
-            path = Path(ranks.run_on_rank_0(what, begin)) / "full.ckpt"
-            nbytes = self._write_file(path, ranks)
-            ranks.run_on_rank_0(what, lambda: put_file(path, self.path))
+            if folder:
+                nbytes = self._write_folder(LocalStorage(path), ranks)
+            else:
+                nbytes = write_full(self.tree, self.tensors, path, ranks, self.about, what)
+            ranks.run_on_rank_0(what, lambda: commit[0]())
             return nbytes
 
     def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> int:
