@@ -47,7 +47,6 @@ from lightning_paral.checkpoint.reader import META, METADATA
 from lightning_paral.checkpoint.shards import alone, flat, is_sharded
 from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.tree import (
-    WEIGHT_KEYS,
     Kind,
     SavedTensor,
     TreePath,
@@ -127,7 +126,7 @@ class SaveJob:
 
         def list_tensors() -> list[SavedTensor]:
             tree.update(by_fqn(checkpoint) if form == "sharded" else checkpoint)
-            return tensors_to_save(_without_objects(tree) if form == "sharded" else tree, writes_full=is_first)
+            return tensors_to_save(tree, writes_full=is_first)
 
         tensors = ranks.run_on_all(what, list_tensors)
         if has_stages:
@@ -253,27 +252,10 @@ class SaveJob:
         return ranks.run_on_rank_0(what, finish)
 
 
-def _is_object(value: Any) -> bool:
-    """Return whether `value` in a `state_dict` is an extra state, which is saved as one object with its tensors."""
-    return not isinstance(value, Tensor) and not any(is_sharded(tensor) for _, tensor in tensors_in(value))
-
-
-def _without_objects(tree: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(tree)
-    for key in WEIGHT_KEYS:
-        if key in tree:
-            kept[key] = {name: value for name, value in tree[key].items() if not _is_object(value)}
-    return kept
-
-
 def _serialized(tree: Mapping[str, Any], is_merged: bool) -> dict[TreePath, bytes]:
     """Return the field `objects` of a `SaveJob` for a sharded checkpoint. For `is_merged` see `tensors_to_save`."""
     state = {key: value for key, value in tree.items() if is_state_key(key)}
-    values: dict[TreePath, Any] = {
-        path: value for path, value in leaves(_without_objects(state)) if not isinstance(value, Tensor)
-    }
-    for key in set(WEIGHT_KEYS) & state.keys():
-        values |= {(key, name): value for name, value in state[key].items() if _is_object(value)}
+    values = {path: value for path, value in leaves(state) if not isinstance(value, Tensor)}
     rest = {key: value for key, value in tree.items() if not is_state_key(key)}
     sharded = (path for path, tensor in tensors_in(rest) if is_sharded(tensor) or (is_merged and tensor.is_meta))
     return {

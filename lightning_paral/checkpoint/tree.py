@@ -35,8 +35,13 @@ def is_state_key(key: str) -> bool:
 
 
 def leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
-    """Yield the leaves of nested dicts and lists, each with its path. They are those of Distributed Checkpoint."""
-    if isinstance(tree, MutableMapping):
+    """Yield the leaves of nested dicts and lists, each with its path. They are those of Distributed Checkpoint.
+
+    An extra state in a `state_dict` is one leaf, with its tensors, unless some of them are sharded.
+    """
+    if len(path) == 2 and path[0] in WEIGHT_KEYS and not any(map(is_sharded, tree_leaves(tree))):
+        yield path, tree
+    elif isinstance(tree, MutableMapping):
         for key, value in tree.items():
             yield from leaves(value, (*path, key))
     elif isinstance(tree, list) and any(isinstance(value, MutableMapping | list | Tensor) for value in tree):
