@@ -76,12 +76,6 @@ def checksum_of_block(file: BinaryIO, offset: int, length: int) -> int:
     return total.intdigest()
 
 
-def record_bytes(data: bytes) -> FileRecord:
-    """Return the size and checksums of a file with the content `data`."""
-    parts = [(start, data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]
-    return FileRecord(bytes=len(data), blocks=[(start, len(part), checksum(part)) for start, part in parts])
-
-
 class ChecksummedWriter:
     """A new file that is written sequentially, and is on disk when it is closed without an error.
 

@@ -41,7 +41,7 @@ from lightning_paral.checkpoint.background import Staging
 from lightning_paral.checkpoint.commit import AtomicPath, check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, record_bytes
+from lightning_paral.checkpoint.manifest import FILE_NAME, FileRecord, Manifest
 from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, by_fqn
 from lightning_paral.checkpoint.reader import META, METADATA
 from lightning_paral.checkpoint.shards import alone, flat, is_sharded
@@ -240,8 +240,7 @@ class SaveJob:
             contents = {METADATA: make_metadata(written), META: self.objects[()]}
             names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():
-                files[names.get(name, name)] = record_bytes(data)
-                _write(folder, names.get(name, name), data)
+                files[names.get(name, name)] = _write(folder, names.get(name, name), data)
             _write(folder, FILE_NAME, Manifest(files=files, names=names, **self.about).to_json().encode())
             if isinstance(folder, FsspecStorage):
                 for name, data in contents.items():  # other tools expect the usual names
@@ -263,9 +262,10 @@ def _serialized(tree: Mapping[str, Any], is_merged: bool) -> dict[TreePath, byte
     }
 
 
-def _write(folder: Folder, name: str, data: bytes) -> None:
+def _write(folder: Folder, name: str, data: bytes) -> FileRecord:
     with folder.create(name) as file:
         file.write(data)
+    return file.record()
 
 
 # The sharded format: a folder that is an ordinary Distributed Checkpoint, with one file per rank and `meta.pt`

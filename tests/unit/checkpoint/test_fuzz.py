@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import named_tensors, peek, verify
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, record_bytes, sealed
+from lightning_paral.checkpoint.manifest import FILE_NAME, ChecksummedWriter, FileRecord, Manifest, sealed
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.planning.follow import run_isolated
@@ -127,9 +127,15 @@ def rezip(path: Path, change: Callable[[bytes], bytes], compression: int = zipfi
             new.writestr(name, change(data) if name.endswith("data.pkl") else data)
 
 
+def record_of(data: bytes) -> FileRecord:
+    with ChecksummedWriter(io.BytesIO(), on_disk=False) as file:
+        file.write(data)
+    return file.record()
+
+
 def reseal(path: Path) -> None:
     """Write a manifest that matches the files of a folder."""
-    with_files = {f.name: record_bytes(f.read_bytes()) for f in path.iterdir() if f.name != FILE_NAME}
+    with_files = {f.name: record_of(f.read_bytes()) for f in path.iterdir() if f.name != FILE_NAME}
     about: dict[str, Any] = {"strategy": "Test", "world_size": 1, "epoch": 1, "global_step": 7}
     (path / FILE_NAME).write_text(Manifest(form="sharded", files=with_files, **about).to_json())
 
