@@ -26,6 +26,10 @@ from lightning_paral.errors import CheckpointError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+METADATA = ".metadata"
+"""Name of the file with the location of each value, in the format of Distributed Checkpoint."""
+META = "meta.pt"
+"""Name of the file with everything except weights and optimizer state."""
 MAX_BYTES = 2**24
 """Maximum size of a manifest, enough for a checkpoint of 20 TB. Reading it takes a small multiple of its size in
 memory."""

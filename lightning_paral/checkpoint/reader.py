@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_paral.checkpoint.archive import check_regular, read_archive
 from lightning_paral.checkpoint.layout import Chunk, coverage_fault
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk, materialize
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.manifest import FILE_NAME, META, METADATA, Manifest
 from lightning_paral.checkpoint.optimizer_state import by_int
 from lightning_paral.checkpoint.pickles import Made, Named, PickleError, PickleReader, opcodes
 from lightning_paral.checkpoint.safe_load import load_safely
@@ -32,11 +32,6 @@ from lightning_paral.checkpoint.tree import (
 )
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import CheckpointError, explain_read_errors
-
-METADATA = ".metadata"
-"""Name of the file with the location of each value, in the format of Distributed Checkpoint."""
-META = "meta.pt"
-"""Name of the file with everything except weights and optimizer state."""
 
 _MODULE = "torch.distributed.checkpoint."
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

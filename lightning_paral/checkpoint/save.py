@@ -41,9 +41,8 @@ from lightning_paral.checkpoint.background import Staging
 from lightning_paral.checkpoint.commit import AtomicPath, check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.checkpoint.manifest import FILE_NAME, FileRecord, Manifest
+from lightning_paral.checkpoint.manifest import FILE_NAME, META, METADATA, FileRecord, Manifest
 from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, by_fqn
-from lightning_paral.checkpoint.reader import META, METADATA
 from lightning_paral.checkpoint.shards import alone, flat, is_sharded
 from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.tree import (

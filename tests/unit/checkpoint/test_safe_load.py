@@ -89,7 +89,7 @@ REFUSED = {
     "trainer.states.TrainerFn": TrainerFn.FITTING,
     "found index 9": torch.sparse_coo_tensor([[9]], [1.0], (3,), check_invariants=False),
     "key <decimal.Decimal>": {Decimal(1): 1},
-    "key \\(\\(1": {((1, 2), 3): 1},
+    r"key \(1, 2\)": {((1, 2), 3): 1},
 }
 
 
