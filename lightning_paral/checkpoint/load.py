@@ -156,7 +156,7 @@ def read_manifest(path: str | Path) -> Manifest | None:
 # Verify
 
 
-def verify(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | None, list[str]]:
+def check(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | None, list[str]]:
     """Check the checkpoint at `path` in this process. Return its manifest, `None` if another tool saved it, and faults.
 
     Files are compared with the checksums in the manifest, if there is one. The checkpoint is opened, which checks that
@@ -181,6 +181,11 @@ def verify(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | N
         return read_current(path, RankGroup(), read)
     except CheckpointError as error:
         return None, [str(error)]
+
+
+def verify(path: str | Path) -> list[str]:
+    """Return every fault of the checkpoint at `path`; an empty list if it is complete and undamaged."""
+    return check(path)[1]
 
 
 def verify_blocks(path: str | Path, manifest: Manifest, ranks: RankGroup) -> None:

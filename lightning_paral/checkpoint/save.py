@@ -46,6 +46,7 @@ from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, by_fqn
 from lightning_paral.checkpoint.shards import alone, flat, is_sharded
 from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.tree import (
+    WEIGHT_KEYS,
     Kind,
     SavedTensor,
     TreePath,
@@ -256,9 +257,8 @@ def _serialized(tree: Mapping[str, Any], is_merged: bool) -> dict[TreePath, byte
     values = {path: value for path, value in leaves(state) if not isinstance(value, Tensor)}
     rest = {key: value for key, value in tree.items() if not is_state_key(key)}
     sharded = (path for path, tensor in tensors_in(rest) if is_sharded(tensor) or (is_merged and tensor.is_meta))
-    return {
-        path: serialized(value) for path, value in (values | {(): replace_at(rest, dict.fromkeys(sharded))}).items()
-    }
+    values[()] = replace_at(rest, dict.fromkeys(sharded))
+    return {path: serialized(value) for path, value in values.items()}
 
 
 def _write(folder: Folder, name: str, data: bytes) -> FileRecord:
@@ -422,6 +422,8 @@ def _merge_stages(
                 if not is_state_key(str(path[0])):  # a shard in the state of a callback
                     _check_names(path)
                     insert(merged, path, absent[path], [0])
+            for key in WEIGHT_KEYS & state.keys():  # an extra state is not put together from two
+                state[key] = {name: value for name, value in state[key].items() if name not in merged[key]}
             _add_missing(merged, state)
         return merged
 

@@ -9,8 +9,7 @@ import torch
 from tabulate import tabulate
 
 from lightning_paral.checkpoint.convert import convert
-from lightning_paral.checkpoint.load import named_tensors, peek
-from lightning_paral.checkpoint.load import verify as find_faults
+from lightning_paral.checkpoint.load import check, named_tensors, peek
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.text import parse_bytes
 
@@ -46,7 +45,7 @@ def verify(arguments: list[str]) -> None:
     parser.add_argument("--trust", action="store_true", help="create objects of any type; may run code in it")
     options = parser.parse_args(arguments)
     path = options.checkpoint
-    manifest, faults = find_faults(path, weights_only=not options.trust)
+    manifest, faults = check(path, weights_only=not options.trust)
     if faults:
         sys.exit("\n".join(f"paral: {fault}" for fault in faults))
     if manifest is None:

@@ -465,7 +465,7 @@ def try_one(path: Path) -> str:
     else:
         return "loaded"
     assert str(path) in said, f"it does not name the checkpoint: {said}"
-    assert verify(path)[1], said
+    assert verify(path), said
     return "refused"
 
 
