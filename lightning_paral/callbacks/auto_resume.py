@@ -107,7 +107,7 @@ def _try(load: Callable[[str], None], candidate: Candidate, ranks: RankGroup) ->
     Other errors are raised: if the disk cannot be read or the module does not fit, an older checkpoint does not help.
     """
     try:
-        if candidate.is_archive:
+        if candidate.world_size is None:
             verify_records(candidate.path, ranks)  # `load` verifies checkpoints of this package
         load(candidate.path)
     except (CheckpointError, FileNotFoundError) as error:

@@ -21,7 +21,6 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_paral.checkpoint.manifest import checksum
 from lightning_paral.errors import CheckpointError
 
 # Files of a Distributed Checkpoint, with the id of the save behind a URL: those that no other folder has, and all.
@@ -34,7 +33,7 @@ _START_BYTES = 2**20
 _LISTED_CHARACTERS = 200
 
 # The files of a save. `target` is the reversed name of the target, see `_siblings`.
-_SAVE_NAME = re.compile(r"\.(?P<target>.+)\.(lock|saving|replaced)-(?P<save>[0-9a-f]{16})", re.DOTALL)
+_SAVE_NAME = re.compile(r"\.(?P<target>.+)\.(lock|saving|replaced)-(?P<save>lightning_paral-[0-9a-f]{16})", re.DOTALL)
 _ABANDONED_AFTER_SECONDS = 24 * 3600
 
 _AT_FDCWD = -100
@@ -146,8 +145,7 @@ class AtomicPath:
     """A new file or folder `path` next to `target`. `commit` renames it to `target`.
 
     A lock file next to them stays locked until the save ends or this process dies. The next save in the folder removes
-    the files of saves whose lock is free. Their names contain a checksum, see `_new_save_id`, so files of the user are
-    never removed.
+    the files of saves whose lock is free.
 
     Args:
         target: the path of the checkpoint. Missing parent folders are created.
@@ -276,28 +274,15 @@ def _siblings(target: Path, save: str) -> tuple[Path, Path, Path]:
     return target.with_name(lock), target.with_name(draft), target.with_name(replaced)
 
 
-def _new_save_id(target: Path) -> str:
-    """Return a new id for the names of the files that a save creates next to `target`: 16 hexadecimal digits.
-
-    The first 8 are random. The last 8 are a checksum of them and the name of the target, so that a user's file with a
-    similar name is not mistaken for a file of a save.
-    """
-    number = uuid.uuid4().hex[:8]
-    return number + _check_digits(target.name, number)
-
-
-def _check_digits(name: str, number: str) -> str:
-    return f"{checksum(f'lightning_paral {number} {name}'.encode(errors='surrogateescape')):016x}"[:8]
+def _new_save_id() -> str:
+    """Return a new id for the names of the files that a save creates next to its target."""
+    return f"lightning_paral-{uuid.uuid4().hex[:16]}"
 
 
 def _saves_in(folder: Path) -> set[tuple[Path, str]]:
     """Return the target and the id of each save that has files in `folder`."""
-    found = set()
-    for match in filter(None, map(_SAVE_NAME.fullmatch, os.listdir(folder))):
-        name, save = match["target"][::-1], match["save"]
-        if save[8:] == _check_digits(name, save[:8]):
-            found.add((folder / name, save))
-    return found
+    matches = filter(None, map(_SAVE_NAME.fullmatch, os.listdir(folder)))
+    return {(folder / match["target"][::-1], match["save"]) for match in matches}
 
 
 @contextmanager
@@ -308,7 +293,7 @@ def _new_siblings(target: Path) -> Iterator[tuple[Path, Path]]:
     https://man7.org/linux/man-pages/man2/flock.2.html
     """
     while True:
-        lock, draft, replaced = _siblings(target, _new_save_id(target))
+        lock, draft, replaced = _siblings(target, _new_save_id())
         with open(lock, "xb") as file:
             try:
                 with suppress(OSError):  # the file system has no locks, so the age of the file counts

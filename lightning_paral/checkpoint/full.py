@@ -13,15 +13,7 @@ from torch import Tensor
 from torch.utils.serialization import config
 
 from lightning_paral.checkpoint.layout import Chunk, flat_range_of
-from lightning_paral.checkpoint.manifest import (
-    ChecksummedWriter,
-    FileRecord,
-    Manifest,
-    checksum_of_block,
-    embed,
-    reader_of,
-)
-from lightning_paral.checkpoint.optimizer_state import by_int
+from lightning_paral.checkpoint.manifest import ChecksummedWriter, FileRecord, Manifest, checksum_of_block, embed
 from lightning_paral.checkpoint.shards import NO_SHARD, bytes_of, flat
 from lightning_paral.checkpoint.tree import SavedTensor, TreePath, check_shards, replace_at
 from lightning_paral.compat.torch.tensors import fake_tensors, identity_of, untyped
@@ -35,8 +27,6 @@ def write_full(
     ranks: RankGroup,
     about: dict[str, Any],
     what: str,
-    *,
-    keyed_by_fqn: bool = False,
 ) -> int:
     """Write the file `path`: what `torch.save` would write, and a manifest. *Collective* over `ranks`.
 
@@ -49,7 +39,6 @@ def write_full(
         ranks: the ranks that save together.
         about: the fields of the manifest that do not concern its files.
         what: the action, such as "Saving a.ckpt", for error messages.
-        keyed_by_fqn: whether `tree` has optimizer states by FQN, as `by_fqn` makes them.
 
     Returns:
         int: the size of the file in bytes on rank 0, otherwise 0.
@@ -67,7 +56,6 @@ def write_full(
         fakes = fake_tensors((tensor.shape, tensor.dtype) for tensor in tensors)
         pairs = list(zip(tensors, fakes, strict=True))
         skeleton = replace_at(tree, {path: fake for tensor, fake in pairs for path in tensor.paths})
-        skeleton = by_int(skeleton) if keyed_by_fqn else skeleton
         storages = {key: storage for key, storage in _storages_in(skeleton).items() if storage.nbytes()}
         at.update({identity_of(fake.untyped_storage()): tensor.paths[0] for tensor, fake in pairs})
         return [at[key] for key in storages if key in at]
@@ -224,7 +212,7 @@ def _first(record: FileRecord, nbytes: int, path: Path) -> FileRecord:
     start = sum(length for _, length, _ in blocks)
     if start < nbytes:
         with open(path, "rb", buffering=0) as file:
-            blocks.append((start, nbytes - start, checksum_of_block(reader_of(file.fileno()), start, nbytes - start)))
+            blocks.append((start, nbytes - start, checksum_of_block(file, start, nbytes - start)))
     return FileRecord(bytes=nbytes, blocks=blocks)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -142,67 +141,25 @@ def dtensor_like(local: Tensor, value: DTensor) -> Tensor:
     return made
 
 
-def is_chunked(value: DTensor) -> bool:
-    """Return whether each rank of the mesh holds a chunk of `value`, rather than, for example, a partial sum."""
-    is_partial = any(sharded_dim(each) is None and not each.is_replicate() for each in value.placements)
-    return not is_partial and _find_splits(value) is not None
+def writes_chunk(value: DTensor) -> bool:
+    """Return whether this rank is the first of those that hold the same elements of `value`.
 
-
-def ranks_with_same_chunk(value: DTensor) -> tuple[int, ...]:
-    """Return the global ranks that hold the same elements of `value` as this rank, in ascending order.
-
-    These include ranks outside of the mesh of `value`: if it is a slice of a larger mesh, every parallel slice holds
-    the same tensor. The result is empty if this rank is not in the mesh.
+    If the mesh of `value` is a slice of a larger mesh, every parallel slice holds the same tensor.
 
     Raises:
         CheckpointError: the local tensors are not chunks of `value`.
     """
-    mesh, splits = value.device_mesh, _splits(value)
-    own = mesh.get_coordinate()
-    if own is None:
-        return ()
-    sharded = {number for splits_of_dim in splits for number in splits_of_dim}
-    at = tuple(index if number in sharded else slice(None) for number, index in enumerate(own))
-    root = root_mesh(mesh)
-    if root.size() == mesh.size():
-        return tuple(sorted(mesh.mesh[at].flatten().tolist()))
-    slices = _parallel_slices(tuple(root.mesh.flatten().tolist()), tuple(mesh.mesh.flatten().tolist()))
-    positions = torch.arange(mesh.size(), device="cpu").view(mesh.shape)[at].flatten().tolist()
-    return tuple(sorted(ranks[position] for ranks in slices for position in positions))
-
-
-def writes_chunk(value: DTensor) -> bool:
-    """Return whether this rank is the first of those that hold the same elements of `value`."""
-    coordinate = value.device_mesh.get_coordinate()
-    if coordinate is None:
+    mesh, sharded = value.device_mesh, {number for numbers in _splits(value) for number in numbers}
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(index for number, index in enumerate(coordinate) if number not in sharded):
         return False
-    return ranks_with_same_chunk(value)[0] == int(value.device_mesh.mesh[tuple(coordinate)].item())
-
-
-@lru_cache(maxsize=64)
-def _parallel_slices(root: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the slices of a mesh that are parallel to one of them, including itself.
-
-    Args:
-        root: the ranks of the mesh, flattened.
-        ranks: the ranks of the slice, flattened.
-    """
-    position_of = {rank: position for position, rank in enumerate(root)}
-    offsets = [position_of[rank] - position_of[ranks[0]] for rank in ranks]
-    found: list[tuple[int, ...]] = []
-    seen: set[int] = set()
-    for start in range(len(root)):
-        if start not in seen:  # the first position that is in no slice yet is the first of its own slice
-            positions = [start + offset for offset in offsets]
-            seen.update(positions)
-            found.append(tuple(root[position] for position in positions))
-    return tuple(found)
+    return bool((mesh.mesh == root_mesh(mesh).mesh.flatten()[0]).any())
 
 
 def _splits(value: DTensor) -> list[list[int]]:
     """Return, for each dimension of `value`, the dimensions of the mesh that divide it, in the order of division."""
     splits = _find_splits(value)
-    if splits is None or not is_chunked(value):
+    if splits is None or any(sharded_dim(each) is None and not each.is_replicate() for each in value.placements):
         raise CheckpointError(
             f"A DTensor with placements {value.placements} cannot be saved or loaded. Redistribute it to Shard or "
             "Replicate first."

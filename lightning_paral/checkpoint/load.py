@@ -156,16 +156,8 @@ def read_manifest(path: str | Path) -> Manifest | None:
 # Verify
 
 
-class DamagedError(CheckpointError):
-    """A checkpoint is damaged or incomplete. `faults` has a description of each fault."""
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = faults
-
-
-def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
-    """Check the checkpoint at `path` in this process, and return its manifest; `None` if another tool saved it.
+def check(path: str | Path, *, weights_only: bool = True) -> tuple[Manifest | None, list[str]]:
+    """Check the checkpoint at `path` in this process. Return its manifest, `None` if another tool saved it, and faults.
 
     Files are compared with the checksums in the manifest, if there is one. The checkpoint is opened, which checks that
     chunks cover every tensor, and each chunk is read.
@@ -173,13 +165,9 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
     Args:
         path: the path of a file or folder, or a URL.
         weights_only: `False` trusts the checkpoint and runs code in it.
-
-    Raises:
-        CheckpointError: there is no checkpoint at `path`, or it cannot be read.
-        DamagedError: the checkpoint differs from what was written.
     """
 
-    def read(location: str | Path) -> Manifest | None:
+    def read(location: str | Path) -> tuple[Manifest | None, list[str]]:
         manifest = read_manifest(location)
         faults = [] if manifest is None else list(find_faults(location, manifest, RankGroup()))
         with explain_read_errors(location):
@@ -187,22 +175,17 @@ def check(path: str | Path, *, weights_only: bool = True) -> Manifest | None:
                 checkpoint = open_checkpoint(location, weights_only=weights_only, manifest=manifest)
                 # Behind a URL, do not fetch data a second time if its checksums have just been verified.
                 faults = [] if manifest is not None and is_remote(location) else list(_unreadable_tensors(checkpoint))
-        if faults:
-            raise DamagedError(faults)
-        return manifest
+        return manifest, faults
 
-    return read_current(path, RankGroup(), read)
+    try:
+        return read_current(path, RankGroup(), read)
+    except CheckpointError as error:
+        return None, [str(error)]
 
 
 def verify(path: str | Path) -> list[str]:
     """Return every fault of the checkpoint at `path`; an empty list if it is complete and undamaged."""
-    try:
-        check(path)
-    except DamagedError as error:
-        return error.faults
-    except CheckpointError as error:
-        return [str(error)]
-    return []
+    return check(path)[1]
 
 
 def verify_blocks(path: str | Path, manifest: Manifest, ranks: RankGroup) -> None:
@@ -219,13 +202,15 @@ def verify_blocks(path: str | Path, manifest: Manifest, ranks: RankGroup) -> Non
 def verify_records(path: str | Path, ranks: RankGroup) -> None:
     """Verify a file that another tool saved with `torch.save`, by the CRC-32 of its records. *Collective* over `ranks`.
 
-    Files that were saved after `torch.serialization.set_crc32_options(False)` have no checksums and are accepted.
+    Folders, and files that were saved after `torch.serialization.set_crc32_options(False)`, have none and are accepted.
 
     Raises:
         CheckpointError: a record is damaged. Raised on all ranks.
     """
 
     def find_damaged() -> str | None:
+        if not zipfile.is_zipfile(path):
+            return None  # a folder, or a file that loading refuses
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() if any(record.CRC for record in archive.infolist()) else None
 
@@ -303,8 +288,6 @@ class Candidate:
     epoch: int = -1
     world_size: int | None = None
     """The number of ranks that saved it; `None` if another tool saved it."""
-    is_archive: bool = False
-    """Whether it is a file that another tool saved with `torch.save`."""
     fault: str = ""
     """Why it cannot be read, if it is damaged."""
 
@@ -347,6 +330,6 @@ def _describe(path: Path) -> Candidate | None:
         checkpoint = read_current(path, RankGroup(), open_checkpoint)
         with explain_read_errors(path):
             step, epoch = int(checkpoint["global_step"]), int(checkpoint["epoch"])
-        return replace(candidate, global_step=step, epoch=epoch, is_archive=path.is_file())
+        return replace(candidate, global_step=step, epoch=epoch)
     except (CheckpointError, OSError) as error:
         return replace(candidate, fault=explain(error)) if path.exists() else None

@@ -26,6 +26,10 @@ from lightning_paral.errors import CheckpointError
 
 FORMAT = 1
 FILE_NAME = "manifest.json"
+METADATA = ".metadata"
+"""Name of the file with the location of each value, in the format of Distributed Checkpoint."""
+META = "meta.pt"
+"""Name of the file with everything except weights and optimizer state."""
 MAX_BYTES = 2**24
 """Maximum size of a manifest, enough for a checkpoint of 20 TB. Reading it takes a small multiple of its size in
 memory."""
@@ -43,9 +47,6 @@ _flush_data = getattr(os, "fdatasync", os.fsync)  # macOS has fsync only
 Block = tuple[int, int]
 """Offset and length."""
 
-ReadInto = Callable[[int, memoryview], object]
-"""Called with an offset and a buffer; fills the buffer with the bytes of a file that begin at the offset."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
@@ -62,36 +63,21 @@ def checksum(data: bytes | memoryview) -> int:
     return xxh3_64_intdigest(data)
 
 
-def checksum_of_block(read: ReadInto, offset: int, length: int) -> int:
-    """Return the checksum of the `length` bytes of a file that begin at `offset`."""
-    total, buffer = xxh3_64(), memoryview(bytearray(min(_STEP_BYTES, length)))
-    for start in range(offset, offset + length, _STEP_BYTES):
-        part = buffer[: offset + length - start]
-        read(start, part)
-        total.update(part)
-    return total.intdigest()
+def checksum_of_block(file: BinaryIO, offset: int, length: int) -> int:
+    """Return the checksum of the `length` bytes of an unbuffered file that begin at `offset`.
 
-
-def reader_of(descriptor: int) -> ReadInto:
-    """Return a function that reads from an open file.
-
-    It raises a `CheckpointError` if the file ends before the buffer is full.
+    Raises:
+        CheckpointError: the file ends before.
     """
-
-    def read(offset: int, buffer: memoryview) -> None:
-        while len(buffer):
-            count = os.preadv(descriptor, [buffer], offset)
-            if count == 0:
-                raise CheckpointError(f"A file ended before byte {offset + len(buffer)}.")
-            offset, buffer = offset + count, buffer[count:]
-
-    return read
-
-
-def record_bytes(data: bytes) -> FileRecord:
-    """Return the size and checksums of a file with the content `data`."""
-    parts = [(start, data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES)]
-    return FileRecord(bytes=len(data), blocks=[(start, len(part), checksum(part)) for start, part in parts])
+    total, buffer = xxh3_64(), memoryview(bytearray(min(_STEP_BYTES, length)))
+    file.seek(offset)
+    while length:
+        count = file.readinto(buffer[:length])  # type: ignore[attr-defined]
+        if not count:
+            raise CheckpointError(f"A file ended {length} bytes before it should.")
+        total.update(buffer[:count])
+        length -= count
+    return total.intdigest()
 
 
 class ChecksummedWriter:
@@ -323,7 +309,7 @@ def extract(path: str | Path) -> Manifest | None:
         if records[0].size > MAX_BYTES:
             raise CheckpointError(f"{name} is damaged or hostile: its manifest has {records[0].size} bytes.")
         start, expected = int(found[1], 16), int(found[2], 16)
-        if checksum_of_block(reader_of(file.fileno()), start, nbytes - start - _SUM_DIGITS) != expected:
+        if checksum_of_block(file, start, nbytes - start - _SUM_DIGITS) != expected:
             raise CheckpointError(f"{name} is damaged: the checksum of its last bytes, from {start}, does not match.")
         text = os.pread(file.fileno(), records[0].size, records[0].start).decode(errors="replace")
     return Manifest.from_json(text, name)

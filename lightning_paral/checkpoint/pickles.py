@@ -1,13 +1,12 @@
 """Read pickles as data: nothing in them is imported, called or created.
 
-This is Python's own unpickler with few opcodes, and with stand-ins for globals and for the results of calls. Time and
-memory are bounded by the size of the pickle.
+This is Python's own unpickler with few opcodes, and with stand-ins for globals and for the results of calls. Memory is
+bounded by the size of the pickle.
 """
 
 import io
 import pickle
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from reprlib import repr as short
 from typing import Any
@@ -20,8 +19,6 @@ _FREE = 1000
 """What a pickle of any size may have: containers, and steps of a traversal."""
 _MAX_DEPTH = 100
 _EXPANSION = 64  # steps that a traversal may take per byte of the pickle
-_LARGE_INT = 2**64
-_MAX_EQUAL_HASHES = 100  # of keys in a dict or set
 
 
 class PickleError(Exception):
@@ -63,8 +60,6 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
         super().__init__(io.BytesIO(data))
         self._left = _FREE + len(data) // _BYTES_PER_CONTAINER
         self._copied_left = _FREE + _COPIES * len(data)
-        self._hashed_left = _FREE + len(data)
-        self._hashes: dict[int, tuple[Any, Counter[int]]] = {}  # of large dicts, which are kept so that ids stay unique
 
     def read_all(self) -> Any:
         """Return the object in the pickle: plain data, and stand-ins.
@@ -90,9 +85,9 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
     def check_state(self, target: Made, state: Any) -> None:
         """Raise a `PickleError` for a state that `target` cannot have."""
 
-    def as_key(self, made: Made) -> Any:
-        """Return an object whose hash is as easy to choose as that of the result; `None` if `made` may not be a key."""
-        return made
+    def may_be_key(self, made: Made) -> bool:
+        """Return whether the result of a call may be a key in a dict or set."""
+        return True
 
     def count(self, number: int = 1) -> None:
         """Take `number` new containers from those that a pickle of this size may have."""
@@ -100,20 +95,15 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
         if self._left < 0:
             raise PickleError("its pickle has too many containers for its size")
 
-    def check_keys(self, keys: Sequence[Any], hashes: Counter[int]) -> None:
-        """Raise a `PickleError` for keys that are not plain values, are slow to hash, or may be chosen to collide."""
+    def check_keys(self, keys: Iterable[Any]) -> None:
+        """Raise a `PickleError` for keys that are not plain values or tuples of them.
+
+        Nested tuples would take exponential time to hash.
+        """
         for key in keys:
-            known = []
-            if type(key) is tuple:
-                self._hashed_left -= len(key)  # a tuple is hashed anew each time
             for part in key if type(key) is tuple else (key,):
-                known.append(self.as_key(part) if type(part) is Made else part)
-                fits = type(part) in _KEYS or (type(part) is Made and known[-1] is not None)
-                if not fits or (type(part) is int and not -_LARGE_INT < part < _LARGE_INT):
-                    raise PickleError(f"its pickle has the key {short(part)}, which is too large or of another type")
-            count_hash(tuple(known), hashes)
-        if self._hashed_left < 0:
-            raise PickleError("its pickle has too many parts of keys for its size")
+                if type(part) not in _KEYS and not (type(part) is Made and self.may_be_key(part)):
+                    raise PickleError(f"its pickle has the key {short(part)}, which is of another type")
 
     # Opcodes
 
@@ -148,17 +138,8 @@ class PickleReader(PythonUnpickler):  # type: ignore[misc]
             target = target.items
         if type(target) is not dict:
             raise PickleError(f"its pickle sets items of a {type(target).__name__}")
-        is_large = len(target) + len(items) // 2 > _MAX_EQUAL_HASHES
-        hashes = self._hashes.setdefault(id(target), (target, Counter()))[1] if is_large else Counter()
-        self.check_keys(items[::2], hashes)
+        self.check_keys(items[::2])
         target.update(zip(items[::2], items[1::2], strict=True))
-
-
-def count_hash(key: Any, hashes: Counter[int]) -> None:
-    """Count a key of a dict or set. Raise a `PickleError` if many have the same hash: they take quadratic time."""
-    hashes[hash(key)] += 1
-    if hashes[hash(key)] > _MAX_EQUAL_HASHES:
-        raise PickleError(f"its pickle has more than {_MAX_EQUAL_HASHES} keys with the same hash, such as {short(key)}")
 
 
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)

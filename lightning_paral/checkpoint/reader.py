@@ -1,7 +1,6 @@
 """Open a checkpoint: one file, or a sharded folder, whose tensors are read when they are used."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,23 +16,26 @@ from torch import Tensor
 from lightning_paral.checkpoint.archive import check_regular, read_archive
 from lightning_paral.checkpoint.layout import Chunk, coverage_fault
 from lightning_paral.checkpoint.lazy_tensor import LazyTensor, StoredChunk, materialize
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest
+from lightning_paral.checkpoint.manifest import FILE_NAME, META, METADATA, Manifest
 from lightning_paral.checkpoint.optimizer_state import by_int
-from lightning_paral.checkpoint.pickles import Made, Named, PickleError, PickleReader, count_hash, opcodes
+from lightning_paral.checkpoint.pickles import Made, Named, PickleError, PickleReader, opcodes
 from lightning_paral.checkpoint.safe_load import load_safely
 from lightning_paral.checkpoint.storage import Folder, LocalStorage, check_range, folder_at
-from lightning_paral.checkpoint.tree import CURRENT_KEY, PACKAGE_STATE_KEY, TreePath, insert, is_state_key
+from lightning_paral.checkpoint.tree import (
+    CURRENT_KEY,
+    PACKAGE_STATE_KEY,
+    TreePath,
+    insert,
+    is_state_key,
+    replace_at,
+    tensors_in,
+)
 from lightning_paral.compat.torch.tensors import tree_map_only
 from lightning_paral.errors import CheckpointError, explain_read_errors
 
-METADATA = ".metadata"
-"""Name of the file with the location of each value, in the format of Distributed Checkpoint."""
-META = "meta.pt"
-"""Name of the file with everything except weights and optimizer state."""
-
 _MODULE = "torch.distributed.checkpoint."
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_MAX_NUMBER = 2**61 - 1  # the hashes of larger numbers can collide
+_MAX_NUMBER = 2**61
 _BYTES_PER_CHUNK = 8  # no pickle of a chunk is smaller
 _MAX_DIMENSIONS = 64
 _MAX_PATH = 64
@@ -101,13 +103,11 @@ def _entries(root: Any, nbytes: int) -> list[Entry]:
     fields = _state(root, "metadata.Metadata")
     paths = fields.get("planner_data")
     paths = paths if type(paths) is dict else {}  # a custom planner may have written other data
-    locations, hashes = {}, Counter[int]()
+    locations = {}
     for index, info in (fields.get("storage_data") or {}).items():
         found = _state(index, "metadata.MetadataIndex")
         offsets = found.get("offset")
-        at = _checked(found["fqn"], str), None if offsets is None else _numbers(offsets)
-        count_hash(at, hashes)
-        locations[at] = _location(info)
+        locations[_checked(found["fqn"], str), None if offsets is None else _numbers(offsets)] = _location(info)
 
     def locate(key: str, offsets: tuple[int, ...] | None = None) -> Location:
         if (key, offsets) not in locations:
@@ -264,19 +264,10 @@ def _open_sharded(folder: Folder, weights_only: bool, manifest: Manifest | None)
         checkpoint[CURRENT_KEY] = tree.pop(CURRENT_KEY)
     optimizers = {key: tree.pop(key) for key in list(tree) if is_state_key(key)}
     if manifest is not None:
-        own = {PACKAGE_STATE_KEY: tree.pop(PACKAGE_STATE_KEY, None)}  # of which each rank reads its part
-        _fill(checkpoint, tree_map_only(LazyTensor, materialize, tree) | own)
+        own = tree.pop(PACKAGE_STATE_KEY, {})  # of which each rank reads its part
+        tensors = tree_map_only(LazyTensor, materialize, tree) | {PACKAGE_STATE_KEY: own}
+        checkpoint = replace_at(checkpoint, dict(tensors_in(tensors)))  # the places of sharded tensors
     return by_int(checkpoint | optimizers)
-
-
-def _fill(checkpoint: Any, tensors: Any) -> None:
-    """Put `tensors`, which were sharded, into `checkpoint`, which has `None` in their places."""
-    items = tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
-    for key, value in items:
-        if isinstance(value, Tensor):
-            checkpoint[key] = value
-        elif value is not None:
-            _fill(checkpoint[key], value)
 
 
 # Sharded checkpoints

@@ -9,7 +9,6 @@ import io
 import os
 import re
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import date, datetime, time, timedelta, timezone
@@ -22,7 +21,6 @@ from typing import Any
 
 import numpy
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.serialization import StorageType, get_safe_globals
 
 from lightning_paral.checkpoint.archive import open_regular, read_archive
@@ -90,23 +88,16 @@ class TorchPickle(PickleReader):
                 raise RefusedError(args[1].name)
             self.call(args[0].name, args[2])
         elif check is _items:
-            self.check_keys(args[0] if args else (), Counter())
+            self.check_keys(args[0] if args else ())
         if check is _encoded:
             return args[0].encode("latin1")
         if name == "builtins.bytes":
             return b""
         return Made(name, () if check is _tensor else args)
 
-    def as_key(self, made: Made) -> Any:
-        """Return an object whose hash is as easy to choose as that of the result; `None` if `made` may not be a key."""
-        if made.by in _HASHED:
-            return _HASHED[made.by](*(self.as_key(arg) if type(arg) is Made else arg for arg in made.args))
-        if made.by.endswith(".scalar") and _code(made.args[0])[0] in "biuf":
-            dtype, data = made.args
-            order: Any = dtype.state[1] if dtype.state else "="
-            return numpy.frombuffer(data, numpy.dtype(_code(dtype)).newbyteorder(order))[0]
-        is_text = made.by in _PATHS or (made.by.endswith(".scalar") and _code(made.args[0])[0] in "SU")
-        return made if is_text else None  # hashes of text are random
+    def may_be_key(self, made: Made) -> bool:
+        """Return whether the result of a call may be a key: whether it is a plain value."""
+        return made.by in _KEYS or made.by.endswith(".scalar")
 
     def check_state(self, target: Made, state: Any) -> None:
         """Raise a `PickleError` for a state that `torch.save` does not write."""
@@ -250,8 +241,8 @@ _KINDS = (torch.dtype, torch.layout, torch.qscheme, torch.memory_format)
 _CONSTANTS = {f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, _KINDS)}
 _CONSTANTS |= {*_TENSORS, "numpy.ndarray"}
 _NUMBERS = ("builtins.complex", "builtins.range", "builtins.slice", "decimal.Decimal")
-_VALUES = {"torch.device", "torch.serialization._get_layout", *_NUMBERS, *_PATHS, *_TIMES}
-_HASHED: dict[str, Any] = {"torch.device": torch.device, **_TIMES}
+_KEYS = {"torch.device", *_PATHS, *_TIMES}
+_VALUES = {"torch.serialization._get_layout", *_NUMBERS, *_KEYS}
 _REBUILD = "torch._utils._rebuild_"
 _CALLS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(_VALUES, _values),
@@ -353,20 +344,3 @@ def _check(file: Any, name: object) -> None:
     prefix = f"{top}/data/"
     sizes = {key.removeprefix(prefix): found.size for key, found in records.items() if key.startswith(prefix)}
     check_expansion(TorchPickle(data, sizes).read_all(), len(data))
-
-
-def warn_about_refused_types(file: Any) -> None:
-    """Warn if loading will refuse a file that `torch.save` has written.
-
-    Args:
-        file: a path, or a file open for reading.
-    """
-    try:
-        _check(file, "The checkpoint")
-    except (PickleError, CheckpointError) as error:
-        found = f"The checkpoint contains {error.name}" if isinstance(error, RefusedError) else str(error)
-        rank_zero_warn(
-            f"Loading will refuse the checkpoint. {found}. Save numbers, strings, tensors, arrays and containers of "
-            "them instead, allow the type with torch.serialization.add_safe_globals before loading, or load it with "
-            "CheckpointOptions(weights_only=False)."
-        )

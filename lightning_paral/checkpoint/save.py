@@ -11,14 +11,14 @@ The steps of a save, with the files to read:
 After each step, the ranks agree in `distributed/exchange.py` whether all of them succeeded.
 """
 
-import io
 import logging
 import pickle
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 from uuid import uuid4
@@ -41,14 +41,11 @@ from lightning_paral.checkpoint.background import Staging
 from lightning_paral.checkpoint.commit import AtomicPath, check_replaceable, check_replaceable_at
 from lightning_paral.checkpoint.full import write_full
 from lightning_paral.checkpoint.layout import Chunk
-from lightning_paral.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, record_bytes
+from lightning_paral.checkpoint.manifest import FILE_NAME, META, METADATA, FileRecord, Manifest
 from lightning_paral.checkpoint.optimizer_state import OTHER_ENTRIES_KEY, by_fqn
-from lightning_paral.checkpoint.reader import META, METADATA
-from lightning_paral.checkpoint.safe_load import warn_about_refused_types
 from lightning_paral.checkpoint.shards import alone, flat, is_sharded
 from lightning_paral.checkpoint.storage import Folder, FsspecStorage, LocalStorage, file_system, is_remote, put_file
 from lightning_paral.checkpoint.tree import (
-    PACKAGE_STATE_KEY,
     WEIGHT_KEYS,
     Kind,
     SavedTensor,
@@ -57,8 +54,10 @@ from lightning_paral.checkpoint.tree import (
     host_copy,
     insert,
     is_state_key,
+    leaves,
     name_of,
     replace_at,
+    serialized,
     tensors_in,
     tensors_to_save,
 )
@@ -88,13 +87,9 @@ class SaveJob:
     """Whether this rank is the lowest of its pipeline stage."""
     tree: dict[str, Any] = field(default_factory=dict)
     """For a full checkpoint, on rank 0: all entries."""
-    keyed_by_fqn: bool = False
-    """Whether optimizer states in `tree` are keyed by FQN."""
     objects: dict[TreePath, bytes] = field(default_factory=dict)
     """For a sharded checkpoint, on rank 0: the weights and optimizer states that are not tensors, serialized, and at
     the path `()` the other entries, which are the content of `meta.pt`."""
-    is_first_of_run: bool = True
-    """Whether to check for types that loading will refuse. Later saves of a run contain the same types."""
 
     @staticmethod
     def prepare(
@@ -126,13 +121,12 @@ class SaveJob:
         what = f"Saving {path}"
         stages = [0] * ranks.world_size if stages is None else stages
         has_stages = len(set(stages)) > 1
-        by_name = form == "sharded" or has_stages  # stages number their parameters independently
         is_first = stages.index(stages[ranks.rank]) == ranks.rank
         tree: dict[str, Any] = {}
 
         def list_tensors() -> list[SavedTensor]:
-            tree.update(by_fqn(checkpoint) if by_name else checkpoint)
-            return tensors_to_save(_without_objects(tree) if form == "sharded" else tree, writes_full=is_first)
+            tree.update(by_fqn(checkpoint) if form == "sharded" else checkpoint)
+            return tensors_to_save(tree, writes_full=is_first)
 
         tensors = ranks.run_on_all(what, list_tensors)
         if has_stages:
@@ -152,7 +146,7 @@ class SaveJob:
         }
         job = SaveJob(str(path), form, tensors, about, is_first)
         if ranks.is_rank_0 and form == "full":
-            job.tree, job.keyed_by_fqn = tree, has_stages
+            job.tree = tree
         elif form == "sharded":
             job.objects = ranks.run_on_all(what, lambda: _serialized(tree, has_stages) if ranks.is_rank_0 else {})
         return job
@@ -177,13 +171,11 @@ class SaveJob:
         """
         started = time.monotonic()
         ranks.run_on_rank_0(f"Saving {self.path}", self._check_target)
-        if not is_remote(self.path):
-            nbytes = self._write_locally(ranks)
-        elif self.form == "sharded":
+        if is_remote(self.path) and self.form == "sharded":
             save_id = ranks.run_on_rank_0(f"Saving {self.path}", lambda: uuid4().hex[:12])
             nbytes = self._write_folder(FsspecStorage(self.path), ranks, save_id)
         else:
-            nbytes = self._upload(ranks)
+            nbytes = self._write_draft(ranks)
         if ranks.is_rank_0:
             _log.info("checkpoint committed: %s, %d bytes, %.1f s", self.path, nbytes, time.monotonic() - started)
 
@@ -194,40 +186,31 @@ class SaveJob:
         else:
             check_replaceable_at(*file_system(self.path), self.path, folder=folder)
 
-    def _write_locally(self, ranks: RankGroup) -> int:
-        """Write next to the target, and rename the result to the target. Return the size of all files in bytes."""
-        target = Path(self.path)
-        what = f"Saving {target}"
-        folder, drafts = self.form == "sharded", list[AtomicPath]()
+    def _write_draft(self, ranks: RankGroup) -> int:
+        """Write next to the target, or a local file for a URL, to which a manifest cannot be appended; then commit.
+
+        Return the size of all files in bytes.
+        """
+        what = f"Saving {self.path}"
+        folder, commit = self.form == "sharded", list[Callable[[], None]]()
         with ExitStack() as stack:
 
             def begin() -> str:
-                drafts.append(stack.enter_context(AtomicPath(target, folder=folder)))
-                return str(drafts[0].path)
+                if is_remote(self.path):
+                    made = tempfile.TemporaryDirectory(prefix="lightning_paral_", ignore_cleanup_errors=True)
+                    path = Path(stack.enter_context(made)) / "full.ckpt"
+                    commit.append(partial(put_file, path, self.path))
+                    return str(path)
+                draft = stack.enter_context(AtomicPath(Path(self.path), folder=folder))
+                commit.append(draft.commit)
+                return str(draft.path)
 
             path = Path(ranks.run_on_rank_0(what, begin))
-            nbytes = self._write_folder(LocalStorage(path), ranks) if folder else self._write_file(path, ranks)
-            ranks.run_on_rank_0(what, lambda: drafts[0].commit())
-            return nbytes
-
-    def _write_file(self, path: Path, ranks: RankGroup) -> int:
-        what = f"Saving {self.path}"
-        nbytes = write_full(self.tree, self.tensors, path, ranks, self.about, what, keyed_by_fqn=self.keyed_by_fqn)
-        ranks.run_on_rank_0(what, lambda: self._check_types(path))
-        return nbytes
-
-    def _upload(self, ranks: RankGroup) -> int:
-        """Write a local file, because a manifest cannot be appended to a file at a URL, and upload it."""
-        what = f"Saving {self.path}"
-        with ExitStack() as stack:
-
-            def begin() -> str:
-                made = tempfile.TemporaryDirectory(prefix="lightning_paral_", ignore_cleanup_errors=True)
-                return stack.enter_context(made)
-
-            path = Path(ranks.run_on_rank_0(what, begin)) / "full.ckpt"
-            nbytes = self._write_file(path, ranks)
-            ranks.run_on_rank_0(what, lambda: put_file(path, self.path))
+            if folder:
+                nbytes = self._write_folder(LocalStorage(path), ranks)
+            else:
+                nbytes = write_full(self.tree, self.tensors, path, ranks, self.about, what)
+            ranks.run_on_rank_0(what, lambda: commit[0]())
             return nbytes
 
     def _write_folder(self, folder: Folder, ranks: RankGroup, save_id: str = "") -> int:
@@ -255,11 +238,9 @@ class SaveJob:
         def finish() -> int:
             files = {file.name: file.record for file in written}
             contents = {METADATA: make_metadata(written), META: self.objects[()]}
-            self._check_types(*map(io.BytesIO, self.objects.values()))
             names = {name: f"{name}-{save_id}" for name in contents} if save_id else {}
             for name, data in contents.items():
-                files[names.get(name, name)] = record_bytes(data)
-                _write(folder, names.get(name, name), data)
+                files[names.get(name, name)] = _write(folder, names.get(name, name), data)
             _write(folder, FILE_NAME, Manifest(files=files, names=names, **self.about).to_json().encode())
             if isinstance(folder, FsspecStorage):
                 for name, data in contents.items():  # other tools expect the usual names
@@ -269,40 +250,21 @@ class SaveJob:
 
         return ranks.run_on_rank_0(what, finish)
 
-    def _check_types(self, *files: Any) -> None:
-        """In the first save of a run, warn about types that loading will refuse."""
-        if self.is_first_of_run:
-            for file in files:
-                warn_about_refused_types(file)
-
-
-def _is_object(value: Any) -> bool:
-    """Return whether `value` in a `state_dict` is an extra state, which is saved as one object with its tensors."""
-    return not isinstance(value, Tensor) and not any(is_sharded(tensor) for _, tensor in tensors_in(value))
-
-
-def _without_objects(tree: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(tree)
-    for key in WEIGHT_KEYS:
-        if key in tree:
-            kept[key] = {name: value for name, value in tree[key].items() if not _is_object(value)}
-    return kept
-
 
 def _serialized(tree: Mapping[str, Any], is_merged: bool) -> dict[TreePath, bytes]:
     """Return the field `objects` of a `SaveJob` for a sharded checkpoint. For `is_merged` see `tensors_to_save`."""
     state = {key: value for key, value in tree.items() if is_state_key(key)}
-    values = {path: value for path, value in leaves(_without_objects(state)) if not isinstance(value, Tensor)}
-    for key in set(WEIGHT_KEYS) & state.keys():
-        values |= {(key, name): value for name, value in state[key].items() if _is_object(value)}
+    values = {path: value for path, value in leaves(state) if not isinstance(value, Tensor)}
     rest = {key: value for key, value in tree.items() if not is_state_key(key)}
     sharded = (path for path, tensor in tensors_in(rest) if is_sharded(tensor) or (is_merged and tensor.is_meta))
-    return serialize_values(values | {(): replace_at(rest, dict.fromkeys(sharded))})
+    values[()] = replace_at(rest, dict.fromkeys(sharded))
+    return {path: serialized(value) for path, value in values.items()}
 
 
-def _write(folder: Folder, name: str, data: bytes) -> None:
+def _write(folder: Folder, name: str, data: bytes) -> FileRecord:
     with folder.create(name) as file:
         file.write(data)
+    return file.record()
 
 
 # The sharded format: a folder that is an ordinary Distributed Checkpoint, with one file per rank and `meta.pt`
@@ -374,28 +336,6 @@ def _values(tensor: SavedTensor) -> Iterator[tuple[Chunk, Tensor]]:
         start += chunk.numel
 
 
-def serialize_values(values: Mapping[TreePath, Any]) -> dict[TreePath, bytes]:
-    """Return each value as the bytes that `torch.save` writes for it."""
-    data = {}
-    for path, value in values.items():
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        data[path] = buffer.getvalue()
-    return data
-
-
-def leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
-    """Yield the leaves of nested dicts and lists, each with its path. They are those of Distributed Checkpoint."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves(value, (*path, key))
-    elif isinstance(tree, list) and any(isinstance(value, Mapping | list | Tensor) for value in tree):
-        for number, value in enumerate(tree):
-            yield from leaves(value, (*path, number))
-    else:
-        yield path, tree
-
-
 def make_metadata(written: Sequence[WrittenFile]) -> bytes:
     """Return the content of `.metadata`, given the file of each rank.
 
@@ -442,11 +382,11 @@ def _merge_stages(
 ) -> tuple[dict[str, Any], list[SavedTensor]]:
     """Return rank 0's `tree` with what only other stages have, and the tensors that no earlier stage has. *Collective*.
 
-    Groups of parameters are merged by index. Where several stages have an entry, that of the first stage is used. Of
-    other entries, only the shards that callbacks keep are added.
+    All stages have the same groups of parameters. Where several stages have an entry, that of the first stage is used.
+    Of other entries, only the shards that callbacks keep are added.
 
     Args:
-        tree: the checkpoint of this rank, keyed by FQN.
+        tree: the checkpoint of this rank.
         tensors: the tensors of this rank.
         ranks: the ranks that save together.
         stages: the pipeline stage of each of `ranks`.
@@ -468,8 +408,7 @@ def _merge_stages(
         for tensor in tensors:
             stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             absent |= dict.fromkeys(tensor.paths, stand_in)
-        frozen = tree.get(PACKAGE_STATE_KEY, {}).get("frozen", [])
-        return absent, frozen, None if ranks.is_rank_0 else host_copy(replace_at(state, absent))
+        return absent, None if ranks.is_rank_0 else host_copy(replace_at(state, absent))
 
     described = ranks.gather_results(what, describe)
     earlier = {path for found in described[: stages.index(stages[ranks.rank])] if found for path in found[0]}
@@ -477,19 +416,15 @@ def _merge_stages(
 
     def merge() -> dict[str, Any]:
         merged: dict[str, Any] = replace_at(tree, {})
-        about = merged.get(PACKAGE_STATE_KEY, {})
-        for found in described[1:]:
-            if found is not None:
-                absent, frozen, state = found
-                about["frozen"] = list(dict.fromkeys((*about.get("frozen", ()), *frozen)))
-                present = {path for path, _ in tensors_in(merged)}
-                for path in sorted(absent.keys() - present, key=str):
-                    if not is_state_key(str(path[0])):  # a shard in the state of a callback
-                        _check_names(path)
-                        insert(merged, path, absent[path], [0])
-                for key, value in state.items():
-                    merge_entry = _add_weights if key in WEIGHT_KEYS else _add_missing
-                    merge_entry(merged.setdefault(key, value), value)
+        for absent, state in filter(None, described[1:]):
+            present = {path for path, _ in tensors_in(merged)}
+            for path in sorted(absent.keys() - present, key=str):
+                if not is_state_key(str(path[0])):  # a shard in the state of a callback
+                    _check_names(path)
+                    insert(merged, path, absent[path], [0])
+            for key in WEIGHT_KEYS & state.keys():  # an extra state is not put together from two
+                state[key] = {name: value for name, value in state[key].items() if name not in merged[key]}
+            _add_missing(merged, state)
         return merged
 
     tree = ranks.run_on_all(what, lambda: merge() if ranks.is_rank_0 else tree)
@@ -504,22 +439,11 @@ def _check_names(path: TreePath) -> None:
         )
 
 
-def _add_weights(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Add to `first` the entries that only `second` has, and the versions of their modules, which are an attribute."""
-    first.update({name: value for name, value in second.items() if name not in first})
-    attributes = getattr(first, "__dict__", {})
-    for name, versions in getattr(second, "__dict__", {}).items():
-        attributes[name] = {**versions, **attributes.get(name, {})}
-
-
 def _add_missing(first: Any, second: Any) -> None:
-    """Add to `first` what only `second` has: to dicts by key, to lists of names by name, to other lists by index."""
+    """Add to nested dicts and lists in `first` the entries of dicts that only `second` has."""
     if isinstance(first, dict):
         for key, value in second.items():
             _add_missing(first.setdefault(key, value), value)
-    elif isinstance(first, list) and all(isinstance(each, str) for each in (*first, *second)):
-        first[:] = dict.fromkeys((*first, *second))
     elif isinstance(first, list):
         for one, other in zip(first, second, strict=False):
             _add_missing(one, other)
-        first += second[len(first) :]

@@ -183,8 +183,6 @@ def _has_dims(value: object) -> bool:
 def local_shard(value: Tensor) -> LocalShard:
     """Return the shard of `value` that this rank writes; `NO_SHARD` for all but the first replica of a DTensor.
 
-    The replicas include those on ranks outside of the mesh of a DTensor: see `ranks_with_same_chunk`.
-
     Args:
         value: a full tensor, or a `DTensor` or `FlatShard`.
 

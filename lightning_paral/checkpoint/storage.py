@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_paral.checkpoint.archive import check_regular, open_regular
 from lightning_paral.checkpoint.commit import check_replaceable_at, inspect, remove, remove_beside_others
-from lightning_paral.checkpoint.manifest import Block, ChecksummedWriter, checksum, checksum_of_block, reader_of
+from lightning_paral.checkpoint.manifest import Block, ChecksummedWriter, checksum, checksum_of_block
 from lightning_paral.errors import CheckpointError
 
 COPY_NAME = re.compile(r"\S+/lightning_paral_\w+\.copy")
@@ -104,7 +104,7 @@ class LocalStorage:
     def checksums(self, file: str, blocks: Sequence[Block]) -> list[int]:
         """Return the checksum of each of `blocks`."""
         with open(open_regular(self._inside(file)), "rb", buffering=0) as opened:
-            return [checksum_of_block(reader_of(opened.fileno()), *block) for block in blocks]
+            return [checksum_of_block(opened, *block) for block in blocks]
 
 
 def check_range(name: str, offset: int, length: int, size: int) -> None:

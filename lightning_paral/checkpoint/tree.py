@@ -34,16 +34,26 @@ def is_state_key(key: str) -> bool:
     return key in (*WEIGHT_KEYS, "optimizer_states") or re.fullmatch(r"optimizer_\d+", key) is not None
 
 
-def tensors_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Tensor]]:
-    """Yield the tensors in nested dicts and lists, each with its path."""
-    if isinstance(tree, Tensor):
+def leaves(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Any]]:
+    """Yield the leaves of nested dicts and lists, each with its path. They are those of Distributed Checkpoint.
+
+    An extra state in a `state_dict` is one leaf, with its tensors, unless some of them are sharded.
+    """
+    if len(path) == 2 and path[0] in WEIGHT_KEYS and not any(map(is_sharded, tree_leaves(tree))):
         yield path, tree
     elif isinstance(tree, MutableMapping):
         for key, value in tree.items():
-            yield from tensors_in(value, (*path, key))
-    elif isinstance(tree, list):
+            yield from leaves(value, (*path, key))
+    elif isinstance(tree, list) and any(isinstance(value, MutableMapping | list | Tensor) for value in tree):
         for number, value in enumerate(tree):
-            yield from tensors_in(value, (*path, number))
+            yield from leaves(value, (*path, number))
+    else:
+        yield path, tree
+
+
+def tensors_in(tree: Any, path: TreePath = ()) -> Iterator[tuple[TreePath, Tensor]]:
+    """Yield the tensors in nested dicts and lists, each with its path."""
+    return ((place, leaf) for place, leaf in leaves(tree, path) if isinstance(leaf, Tensor))
 
 
 def replace_at(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> Any:
@@ -103,12 +113,16 @@ def insert(tree: dict[str, Any], path: TreePath, value: Any, gaps_left: list[int
         container = inner
 
 
+def serialized(value: Any) -> bytes:
+    """Return what `torch.save` writes for `value`."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
 def host_copy(tree: Any) -> Any:
     """Return a copy of `tree` with its tensors on the host. The copies share memory if the originals do."""
-    buffer = io.BytesIO()
-    torch.save(tree, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, map_location="cpu", weights_only=False)
+    return torch.load(io.BytesIO(serialized(tree)), map_location="cpu", weights_only=False)
 
 
 def view_key(value: Tensor) -> Any:

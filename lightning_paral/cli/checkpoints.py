@@ -9,7 +9,7 @@ import torch
 from tabulate import tabulate
 
 from lightning_paral.checkpoint.convert import convert
-from lightning_paral.checkpoint.load import DamagedError, check, named_tensors, peek
+from lightning_paral.checkpoint.load import check, named_tensors, peek
 from lightning_paral.cli.parser import CommandParser
 from lightning_paral.text import parse_bytes
 
@@ -45,10 +45,9 @@ def verify(arguments: list[str]) -> None:
     parser.add_argument("--trust", action="store_true", help="create objects of any type; may run code in it")
     options = parser.parse_args(arguments)
     path = options.checkpoint
-    try:
-        manifest = check(path, weights_only=not options.trust)
-    except DamagedError as error:
-        sys.exit("\n".join(f"paral: {fault}" for fault in error.faults))
+    manifest, faults = check(path, weights_only=not options.trust)
+    if faults:
+        sys.exit("\n".join(f"paral: {fault}" for fault in faults))
     if manifest is None:
         print(f"{path}: is readable, and its tensors are complete. It has no manifest, so no checksums were compared.")
     else:

@@ -58,7 +58,6 @@ class CheckpointMixin(ParallelStrategy):
     _async_timeout: timedelta = DEFAULT_TIMEOUT
     """How long ranks wait for each other in a background save."""
     _saver: BackgroundSaver | None = None
-    _has_saved: bool = False
     _rng_states_of_fit: dict[str, Any] | None = None
     """The states of the random generators at the end of the last fit.
 
@@ -214,7 +213,6 @@ class CheckpointMixin(ParallelStrategy):
         stages = self.dims.stages if ranks.world_size == self.dims.num_ranks else None
         checkpoint = self._without_others(checkpoint)
         save = SaveJob.prepare(checkpoint, path, self._checkpoint_form, ranks, strategy=name, stages=stages)
-        save.is_first_of_run, self._has_saved = not self._has_saved, True
         if not self._checkpoint_options.async_save or not self._can_save_in_background:
             if self._saver is not None:
                 self._wait_for_background_save()

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints are loaded or named by one error, in bounded time and memory.
+"""Damaged and hostile checkpoints are loaded or named by one error, in bounded memory.
 
 All inputs run in one forked process with limited address space. Next to their folder is a file that no checkpoint may
 read.
@@ -16,7 +16,6 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from lightning_paral import CheckpointError
 from lightning_paral.checkpoint.lazy_tensor import materialize
 from lightning_paral.checkpoint.load import named_tensors, peek, verify
-from lightning_paral.checkpoint.manifest import FILE_NAME, Manifest, record_bytes, sealed
+from lightning_paral.checkpoint.manifest import FILE_NAME, ChecksummedWriter, FileRecord, Manifest, sealed
 from lightning_paral.checkpoint.save import SaveJob
 from lightning_paral.distributed.exchange import RankGroup
 from lightning_paral.planning.follow import run_isolated
@@ -128,9 +127,15 @@ def rezip(path: Path, change: Callable[[bytes], bytes], compression: int = zipfi
             new.writestr(name, change(data) if name.endswith("data.pkl") else data)
 
 
+def record_of(data: bytes) -> FileRecord:
+    with ChecksummedWriter(io.BytesIO(), on_disk=False) as file:
+        file.write(data)
+    return file.record()
+
+
 def reseal(path: Path) -> None:
     """Write a manifest that matches the files of a folder."""
-    with_files = {f.name: record_bytes(f.read_bytes()) for f in path.iterdir() if f.name != FILE_NAME}
+    with_files = {f.name: record_of(f.read_bytes()) for f in path.iterdir() if f.name != FILE_NAME}
     about: dict[str, Any] = {"strategy": "Test", "world_size": 1, "epoch": 1, "global_step": 7}
     (path / FILE_NAME).write_text(Manifest(form="sharded", files=with_files, **about).to_json())
 
@@ -194,29 +199,6 @@ def column_chunks(found: dcp.metadata.Metadata) -> None:
         found.storage_data[dcp.metadata.MetadataIndex(KEY, (0, column))] = place
 
 
-def pairs_of_equal_hash(number: int) -> Iterator[tuple[int, int]]:
-    """Invert the last step of Python's hash of a tuple, which is xxHash64 without a random seed."""
-    prime1, prime2, prime5, size = 11400714785074694791, 14029467366897019727, 2870177450012600261, 2**64
-    for first in range(9 * number):  # every eighth is small enough
-        start = (prime5 + first * prime2) % size
-        start = ((start << 31) % size | start >> 33) * prime1
-        second = (1 - start) * pow(prime2, -1, size) % size
-        if second < 2**61 - 1:
-            yield first, second
-
-
-SAME_HASH = list(pairs_of_equal_hash(20_000))
-
-
-def large_keys(found: dcp.metadata.Metadata, make: Callable[[int], tuple[Any, Any]]) -> None:
-    """Add locations whose keys have equal hashes."""
-    (place, *_) = found.storage_data.values()
-    for number in range(20_000):
-        index = dcp.metadata.MetadataIndex(f"{number}")
-        found.storage_data[index] = place
-        vars(index).update(zip(("fqn", "offset"), make(number), strict=True))
-
-
 def shared_object(path: Path) -> None:
     """Let many values be read from one long list."""
     data = io.BytesIO()
@@ -249,9 +231,6 @@ METADATA_CHANGES: list[Callable[[dcp.metadata.Metadata], Any]] = [
     many_chunks,
     column_chunks,
     nested,
-    lambda m: large_keys(m, lambda number: (number * (2**61 - 1), None)),
-    lambda m: large_keys(m, lambda number: ("a", tuple((number >> bit & 3) * (2**61 - 1) for bit in range(0, 16, 2)))),
-    lambda m: large_keys(m, lambda number: ("a", SAME_HASH[number])),
     lambda m: m.state_dict_metadata.update(dict.fromkeys(range(3), dcp.metadata.BytesStorageMetadata())),
     lambda m: m.state_dict_metadata.update({"optimizer_x": dcp.metadata.BytesStorageMetadata()}),
     lambda m: m.state_dict_metadata.clear(),
@@ -309,9 +288,6 @@ HOSTILE = {
 LAUGHS = b"]q\x00" + b"".join(b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 120))
 """Nested pairs whose `repr` and traversal take exponential time. They stay on the stack, the outermost last."""
 STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x01tQ"
-WIDE = b"(" + b"K\x01" * 50_000 + b"tq\x00"
-COLLIDING = (call("decimal.Decimal", text(str(k * (2**61 - 1)))) + b"N" for k in range(20_000))
-SAME_KEYS = [b"(" + b"".join(key) + b"t" for key in product((b"J\xff\xff\xff\xff", b"J\xfe\xff\xff\xff"), repeat=14)]
 PICKLES = [
     PROTO + b"}r\xff\xff\xff\xff.",
     b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f}.",
@@ -327,9 +303,6 @@ PICKLES = [
     PROTO + call("numpy.dtype", text("f8") + b"\x89\x88") + b"(" + LAUGHS + b"tb.",
     PROTO + call("torch._utils._rebuild_tensor", STORAGE + b"K\x00(" + LAUGHS + b"t)") + b".",
     PROTO + LAUGHS + b"}h%cNs." % 119,
-    PROTO + WIDE + b"}(" + b"h\x00N" * 50_000 + b"u.",
-    PROTO + call("builtins.set", b"](" + WIDE + b"h\x00" * 50_000 + b"e") + b".",
-    PROTO + b"}(" + b"".join(COLLIDING) + b"u.",
     PROTO + b"N" + b"\x85" * 200_000 + b"}(h\x00Nu.",
     PROTO + b"(" * 50_000 + b".",
     PROTO + b"t" * 100 + b".",
@@ -344,13 +317,6 @@ PICKLES = [
     PROTO + b"}" + text("a") + call("torch.distributed.device_mesh.DeviceMesh", text("cpu") + b"(K\x00K\x01t") + b"s.",
     PROTO + b"}" + text("a") + call("os.system", text("touch ../ran")) + b"s.",
     PROTO + b"}" + text("a") + call("builtins.eval", text("1")) + b"s.",
-    PROTO
-    + b"}("
-    + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N" for k in range(20_000))
-    + b"u.",
-    PROTO + b"}(" + b"".join(key + b"N" for key in SAME_KEYS) + b"u.",
-    PROTO + b"}" + b"".join(key + b"Ns" for key in SAME_KEYS) + b".",
-    PROTO + call("builtins.set", b"](" + b"".join(SAME_KEYS) + b"e") + b".",
     *(PROTO + hostile + b"." for hostile in HOSTILE.values()),
 ]
 
