@@ -133,7 +133,9 @@ def as_all_reduce(algorithm: Callable[[Reduction], None]) -> AllReduce:
             algorithm(reduction)
         return tensor
 
-    all_reduce.__name__, all_reduce.__doc__ = algorithm.__name__, algorithm.__doc__
+    # Not by `functools.wraps`, which would give it the signature of the algorithm.
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(all_reduce, name, getattr(algorithm, name))
     return all_reduce
 
 
