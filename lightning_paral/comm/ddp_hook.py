@@ -5,7 +5,6 @@ separate stream. See torch/nn/parallel/distributed.py, `register_comm_hook`.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the classes themselves.
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -32,16 +31,12 @@ class BucketReducer:
         self._all_reduce = all_reduce
         self._group = group
         self._wire_dtype = wire_dtype
-        self._start: Callable[[Tensor], torch.futures.Future[Tensor]]
         self._thread: ThreadPoolExecutor | None = None
-        self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._start = self._start_on_stream
         else:
             # One thread: buckets are reduced in the order they become ready, which is the same on all ranks.
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paral-all-reduce")
-            self._start = self._start_in_thread
 
     def register(self, model: DistributedDataParallel) -> None:
         """Make `model` pass its gradient buckets to this reducer."""
@@ -49,7 +44,7 @@ class BucketReducer:
 
     def start(self, gradients: Tensor) -> "torch.futures.Future[Tensor]":
         """Start averaging `gradients` in place, and return a future of the result. *Collective* over the group."""
-        return self._start(gradients)
+        return self._start_on_stream(gradients) if self._thread is None else self._start_in_thread(gradients)
 
     def shutdown(self) -> None:
         """Release the thread without waiting for it. A reduction that hangs ends when its process group times out."""
@@ -73,7 +68,6 @@ class BucketReducer:
         return done
 
     def _start_on_stream(self, gradients: Tensor) -> "torch.futures.Future[Tensor]":
-        assert self._stream is not None
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[gradients.device])
         self._stream.wait_stream(torch.cuda.current_stream(gradients.device))
         with torch.cuda.stream(self._stream):

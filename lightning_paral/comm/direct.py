@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral.comm.point_to_point import Exchange, balanced_cuts, exchange, num_segments, run_pipeline, wait
-from lightning_paral.comm.reduction import Reduction, plan_reduction
+from lightning_paral.comm.reduction import Reduction, as_all_reduce, plan_reduction
 
 _ROOT = 0
 _STAGES = 2
@@ -24,27 +24,16 @@ _LARGEST = 127
 _SCALE_BYTES = 4
 
 
-def reduce_broadcast_all_reduce(
-    tensor: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    wire_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
+@as_all_reduce
+def reduce_broadcast_all_reduce(reduction: Reduction) -> None:
+    """Reduce to the root, and broadcast the sum: an `AllReduce`. The root adds in the order of ranks.
 
     Cost: the root (rank 0 of the group) sends the tensor N-1 times, every other rank once.
     Memory: at most one chunk, 1/N of the tensor (or one element from each rank, if that is more).
-
-    Arguments, result and errors are those of `ring_all_reduce`. The root adds in the order of ranks.
     """
-    reduction = plan_reduction(tensor, group, op, wire_dtype)
-    if reduction.world_size > 1 and tensor.numel():
-        reduction.prepare()
-        cuts = _cuts(reduction, reduction.world_size**2)  # a segment from every rank fits into one chunk
-        segments = [reduction.flat[start:end] for start, end in pairwise(cuts)]
-        (_reduce_and_send if reduction.rank == _ROOT else _send_and_receive)(reduction, segments)
-    return tensor
+    cuts = _cuts(reduction, reduction.world_size**2)  # a segment from every rank fits into one chunk
+    segments = [reduction.flat[start:end] for start, end in pairwise(cuts)]
+    (_reduce_and_send if reduction.rank == _ROOT else _send_and_receive)(reduction, segments)
 
 
 def _cuts(reduction: Reduction, min_parts: int) -> list[int]:
@@ -85,27 +74,16 @@ def _send_and_receive(reduction: Reduction, segments: list[Tensor]) -> None:
             awaited.copy_(arriving)
 
 
-def all_to_all_all_reduce(
-    tensor: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    wire_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
+@as_all_reduce
+def all_to_all_all_reduce(reduction: Reduction) -> None:
+    """Send every tensor to every rank, which adds them in the order of ranks: an `AllReduce`.
 
     Cost: every rank sends the tensor N-1 times.
     Memory: at most one chunk, 1/N of the tensor (or two elements from each rank, if that is more).
 
-    Arguments, result and errors are those of `ring_all_reduce`. Every rank adds the contributions in the order of
-    ranks. A narrower wire dtype rounds the contributions but not the result.
+    A narrower wire dtype rounds the contributions but not the result.
     """
-    reduction = plan_reduction(tensor, group, op, wire_dtype)
     flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size
-    if world_size == 1 or not flat.numel():
-        return tensor
-    reduction.prepare()
-
     cuts = _cuts(reduction, world_size**2 * _STAGES)  # the segments in flight fit into one chunk
     contributions = reduction.scratch(_STAGES * world_size * cuts[1]).view(_STAGES, world_size, cuts[1])
     peers = [peer for peer in range(world_size) if peer != rank]
@@ -127,7 +105,6 @@ def all_to_all_all_reduce(
         reduction.finish(segment)
 
     run_pipeline(len(cuts) - 1, _STAGES, post, complete)
-    return tensor
 
 
 def int8_average(tensor: Tensor, error: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

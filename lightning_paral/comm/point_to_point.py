@@ -22,6 +22,8 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_paral.distributed.failure import tcp_sockets
+
 SEGMENT_BYTES = 3 * 1024 * 1024
 """Target size of a message. Small messages overlap addition with transfer, but each costs tenths of a ms on gloo."""
 _TAG = 0x9A7A1  # keeps our messages apart from the user's own on gloo; NCCL has no tags
@@ -115,9 +117,9 @@ def balanced_cuts(start: int, length: int, num_parts: int) -> list[int]:
     return [start + i * size + min(i, num_larger) for i in range(num_parts + 1)]
 
 
-def num_segments(num_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> int:
-    """Return the number of messages of about `segment_bytes` for `num_bytes`, at least one."""
-    return max(1, round(num_bytes / segment_bytes))
+def num_segments(num_bytes: int) -> int:
+    """Return the number of messages of about `SEGMENT_BYTES` for `num_bytes`, at least one."""
+    return max(1, round(num_bytes / SEGMENT_BYTES))
 
 
 @dataclass
@@ -174,22 +176,12 @@ def _sent_by_connection() -> dict[int, int] | None:
     if not os.path.isdir("/proc/self/fd"):
         return None
     sent = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            status = os.stat(f"/proc/self/fd/{name}")
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            connection = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed since it was listed
-            continue
-        with connection:
-            if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    for connection in tcp_sockets():
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         if len(info) < _TCP_INFO_BYTES:
             return None
         (bytes_sent,) = struct.unpack_from("=Q", info, _BYTES_SENT_AT)
         (bytes_retransmitted,) = struct.unpack_from("=Q", info, _BYTES_RETRANSMITTED_AT)
         (bytes_waiting,) = struct.unpack_from("=I", info, _NOTSENT_BYTES_AT)
-        sent[status.st_ino] = bytes_sent - bytes_retransmitted + bytes_waiting
+        sent[os.fstat(connection.fileno()).st_ino] = bytes_sent - bytes_retransmitted + bytes_waiting
     return sent

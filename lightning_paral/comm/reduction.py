@@ -1,5 +1,6 @@
 """All-reduce functions: their signature, the check of their arguments, SUM and AVG, and the backend's own algorithm."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,7 +16,21 @@ WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.flo
 
 
 class AllReduce(Protocol):
-    """An all-reduce function: it replaces `tensor` on every rank of `group` by the sum or average over its ranks."""
+    """An all-reduce function: it replaces `tensor` on every rank of `group` by its sum or average over the ranks.
+
+    The result is bit-identical on all ranks.
+
+    Args:
+        tensor: a contiguous tensor of any shape, floating point or integer. It is reduced in place.
+        group: the ranks that take part; `None` for the default group.
+        op: `ReduceOp.SUM` or `ReduceOp.AVG`.
+        wire_dtype: the floating-point dtype of the messages; `None` for the dtype of `tensor`. Additions are done in
+            the dtype of `tensor`.
+
+    Raises:
+        ConfigurationError: `op` is neither SUM nor AVG, `tensor` is not contiguous, or `wire_dtype` is given and
+            `tensor` or `wire_dtype` is not floating point.
+    """
 
     def __call__(
         self,
@@ -102,14 +117,31 @@ def plan_reduction(
     )
 
 
-def native_all_reduce(
-    tensor: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    wire_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
+def as_all_reduce(algorithm: Callable[[Reduction], None]) -> AllReduce:
+    """Return the all-reduce function of an algorithm, which is not called for a single rank or an empty tensor."""
+
+    def all_reduce(
+        tensor: Tensor,
+        group: dist.ProcessGroup | None = None,
+        *,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        wire_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        reduction = plan_reduction(tensor, group, op, wire_dtype)
+        if reduction.world_size > 1 and tensor.numel():
+            reduction.prepare()
+            algorithm(reduction)
+        return tensor
+
+    # Not by `functools.wraps`, which would give it the signature of the algorithm.
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(all_reduce, name, getattr(algorithm, name))
+    return all_reduce
+
+
+@as_all_reduce
+def native_all_reduce(reduction: Reduction) -> None:
+    """Reduce by the backend's own collectives: an `AllReduce`.
 
     Cost: that of the backend's algorithm, which is a ring or a tree on NCCL and a ring on gloo.
 
@@ -121,23 +153,12 @@ def native_all_reduce(
     Between nodes, an all-to-all sends more data than a ring. With m nodes of k GPUs and a 16-bit `wire_dtype`, about
     2(k(m-1)/m + 1) bytes per element leave each node, compared with about 8 bytes for NCCL's fp32 ring all-reduce. Two
     nodes of four GPUs therefore send less than in fp32 (6 bytes), but two nodes of eight GPUs send more (10 bytes).
-
-    Arguments, result and errors are those of `ring_all_reduce`.
     """
-    reduction = plan_reduction(tensor, group, op, wire_dtype)
-    if reduction.world_size == 1 or not tensor.numel():
-        return tensor
-    reduction.prepare()
-    if reduction.narrow_wire:
-        _exchange_narrow(reduction)
-    else:
-        dist.all_reduce(reduction.flat, group=reduction.group)  # gloo has no AVG
-        reduction.finish(reduction.flat)
-    return tensor
-
-
-def _exchange_narrow(reduction: Reduction) -> None:
     flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size
+    if not reduction.narrow_wire:
+        dist.all_reduce(flat, group=reduction.group)  # gloo has no AVG
+        reduction.finish(flat)
+        return
     chunk = -(-flat.numel() // world_size)
     outgoing = reduction.scratch(chunk * world_size)
     outgoing[: flat.numel()].copy_(flat)

@@ -7,21 +7,13 @@ own, so that every rank ends up with the sum of one chunk. In the last N-1 steps
 """
 
 from collections import deque
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_paral.comm.point_to_point import (
-    SEGMENT_BYTES,
-    Exchange,
-    balanced_cuts,
-    exchange,
-    num_segments,
-    run_pipeline,
-    wait,
-)
-from lightning_paral.comm.reduction import native_all_reduce, plan_reduction
+from lightning_paral.comm.point_to_point import Exchange, balanced_cuts, exchange, num_segments, run_pipeline, wait
+from lightning_paral.comm.reduction import Reduction, as_all_reduce, native_all_reduce
 
 _ALL_GATHER_PHASE = 1
 LEAST_CHUNK_BYTES = 768 * 1024
@@ -32,45 +24,19 @@ collectives were faster up to 2 MiB, and the ring from 4 MiB.
 """
 
 
-def ring_all_reduce(
-    tensor: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    wire_dtype: torch.dtype | None = None,
-    segment_bytes: int = SEGMENT_BYTES,
-) -> Tensor:
-    """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
+@as_all_reduce
+def ring_all_reduce(reduction: Reduction) -> None:
+    """Reduce around a ring: an `AllReduce`. Partial sums and the result are rounded to the dtype on the wire.
 
     Cost: each rank sends 2(N-1) chunks of ceil(length / N) elements, the optimum for any N.
     Memory: one chunk for received messages and, with a narrower wire dtype, another one for messages to send; in this
-    case on CPU two of each, if a chunk is sent as one segment.
-
-    Args:
-        tensor: a contiguous tensor of any shape, floating point or integer. It is reduced in place.
-        group: the ranks that take part; `None` for the default group.
-        op: `ReduceOp.SUM` or `ReduceOp.AVG`.
-        wire_dtype: the floating-point dtype of the messages; `None` for the dtype of `tensor`. Additions are done in
-            the dtype of `tensor`; partial sums and the result are rounded to `wire_dtype`.
-        segment_bytes: the approximate size, in the dtype of `tensor`, of the segments in which a chunk is sent. Adding
-            one segment overlaps with the transfer of the next.
-
-    Returns:
-        `tensor`.
-
-    Raises:
-        ConfigurationError: `op` is neither SUM nor AVG, `tensor` is not contiguous, or `wire_dtype` is given and
-            `tensor` or `wire_dtype` is not floating point.
+    case on CPU two of each, if a chunk is sent as one segment. Adding one segment overlaps with the transfer of the
+    next.
     """
-    reduction = plan_reduction(tensor, group, op, wire_dtype)
     flat, rank, world_size = reduction.flat, reduction.rank, reduction.world_size
-    if world_size == 1:
-        return tensor
-    reduction.prepare()
-
     chunk_cuts = balanced_cuts(0, flat.numel(), world_size)
     chunk_length = chunk_cuts[1]
-    segments_per_chunk = num_segments(chunk_length * flat.element_size(), segment_bytes)
+    segments_per_chunk = num_segments(chunk_length * flat.element_size())
     cuts = [
         balanced_cuts(chunk_cuts[i], chunk_cuts[i + 1] - chunk_cuts[i], segments_per_chunk) for i in range(world_size)
     ]
@@ -157,20 +123,10 @@ def ring_all_reduce(
 
     run_pipeline(num_stages, depth=segments_per_chunk, post=post, complete=complete)
     wait(*sending)
-    return tensor
 
 
-def all_reduce_by_size(
-    tensor: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    wire_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Replace `tensor` by its sum or average over `group`, bit-identical on all ranks. *Collective* over `group`.
-
-    Arguments, result and errors are those of `ring_all_reduce`. All ranks choose alike, by the size of `tensor`.
-    """
+def all_reduce_by_size(tensor: Tensor, group: dist.ProcessGroup | None = None, **options: Any) -> Tensor:
+    """Reduce by the ring, or by `native_all_reduce` if `tensor` is small: an `AllReduce`. All ranks choose alike."""
     num_bytes, world_size = tensor.numel() * tensor.element_size(), dist.get_world_size(group)
     suits_ring = world_size <= 2 or num_bytes >= world_size * LEAST_CHUNK_BYTES
-    return (ring_all_reduce if suits_ring else native_all_reduce)(tensor, group, op=op, wire_dtype=wire_dtype)
+    return (ring_all_reduce if suits_ring else native_all_reduce)(tensor, group, **options)

@@ -31,7 +31,7 @@ from lightning_paral.compat.lightning.results import (
 from lightning_paral.compat.torch.process_groups import default_store
 from lightning_paral.data.metrics import change_updates, metrics_of_run
 from lightning_paral.data.sampler import EVEN, Mark
-from lightning_paral.distributed.exchange import name_ranks
+from lightning_paral.distributed.exchange import first_difference, values_by_rank
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.distributed.watcher import exchange_in_store
 from lightning_paral.errors import ConfigurationError
@@ -40,8 +40,6 @@ _NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": -torch.inf, "min": torch.inf}
 _EXCHANGE_TIMEOUT = timedelta(seconds=10)
 _NUM_REMEMBERED = 64
 """How many of the last reductions a rank remembers."""
-_NUM_NAMED = 8
-_METRIC = "the metric "
 _EVERY_RANK = (
     "Every rank must log the same keys with sync_dist=True, and log and compute the same metrics that are "
     "synchronized, in the same order, also with rank_zero_only=True. Log values that only some ranks have with "
@@ -88,25 +86,17 @@ class LoggedHistory:
 def _first_difference(by_rank: Mapping[int, Mapping[int, str]]) -> str | None:
     """Return a clause that names ranks and values of the first reduction in which they differ, in histories by rank."""
     for number in sorted(set.intersection(*(set(history) for history in by_rank.values()))):
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, history in sorted(by_rank.items()):
-            ranks_by_value.setdefault(history[number], []).append(rank)
-        if len(ranks_by_value) > 1:
-            return " and ".join(f"{name_ranks(r)} {what}" for what, r in list(ranks_by_value.items())[:_NUM_NAMED])
+        values = {rank: history[number] for rank, history in sorted(by_rank.items())}
+        if len(set(values.values())) > 1:
+            return values_by_rank(values)
     return None
 
 
 def _check_same_keys(by_rank: Mapping[int, Sequence[str]]) -> None:
     """Raise a `ConfigurationError` that names keys and ranks if the ranks have not logged the same keys in an epoch."""
-    orders = dict.fromkeys(f"[{', '.join(keys)}]" for keys in by_rank.values())
-    if len(orders) == 1:
-        return
-    every = dict.fromkeys(key for keys in by_rank.values() for key in keys)
-    ranks_by_key = {key: [rank for rank, keys in by_rank.items() if key in keys] for key in every}
-    partial = [f"{key} only by {name_ranks(r)}" for key, r in ranks_by_key.items() if len(r) < len(by_rank)]
-    found = "; ".join(partial[:_NUM_NAMED]) or f"in another order: {' and '.join(orders)}"
-    how = "" if any(key.startswith(_METRIC) for key in every) else " with sync_dist=True"
-    raise ConfigurationError(f"The ranks have not logged the same keys{how} in this epoch: {found}. {_EVERY_RANK}")
+    if len(set(map(tuple, by_rank.values()))) > 1:
+        found = first_difference({rank: {(key, "is"): "logged" for key in keys} for rank, keys in by_rank.items()})
+        raise ConfigurationError(f"The ranks have not synchronized the same keys in this epoch: {found}. {_EVERY_RANK}")
 
 
 def _spans_data_ranks(group: Any, dims: ParallelDims) -> bool:
@@ -322,7 +312,7 @@ class SharedResults(ResultCollection):
         gathered = dims.data_rank_group().gather(entries)
         if self.training:
             names = [
-                [f"{_METRIC if each.value is None else ''}{each.key!r}" for each in theirs if each.is_reduced]
+                [f"{'the metric ' if each.value is None else ''}{each.key!r}" for each in theirs if each.is_reduced]
                 for theirs in gathered
             ]
             _check_same_keys(dict(zip(dims.data_ranks, names, strict=True)))

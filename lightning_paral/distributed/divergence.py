@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from lightning_paral.distributed.exchange import gather_int_lists, name_ranks, values_by_rank
+from lightning_paral.distributed.exchange import check_same, name_ranks
 from lightning_paral.distributed.watcher import RankWatcher
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
@@ -77,12 +77,9 @@ class EpochAgreement:
         verdict = store.get(f"{epoch}/verdict").decode()
         if verdict != _ALL:
             raise ConfigurationError(f"{verdict} {_SAME_STEPS}")
-        counts = gather_int_lists([current, num_batches, self.backwards, self.optimizer_steps])
-        for name, of_ranks in zip(_COUNTED, zip(*counts, strict=True), strict=True):
-            if len(set(of_ranks)) > 1:
-                values = values_by_rank(dict(enumerate(map(str, of_ranks))))
-                told = f"Until the end of epoch {current}, the number of {name} is {values}."
-                raise ConfigurationError(f"{told} {_SAME_STEPS}")
+        counts = zip(_COUNTED, (current, num_batches, self.backwards, self.optimizer_steps), strict=True)
+        facts = {(f"At the end of an epoch, the number of {name}", "is"): str(count) for name, count in counts}
+        check_same(facts, _SAME_STEPS)
 
     def poll(self, store: Any) -> None:
         """Tell the others if they have ended an epoch in which this rank has begun another batch."""

@@ -489,15 +489,22 @@ def close_connections(others: Collection[str], store_port: int | None) -> None:
 
 
 def _connections(store_port: int | None) -> Iterator[tuple[str, str, socket.socket]]:
+    for found in tcp_sockets():
+        with suppress(OSError):  # it is not connected
+            own, other = found.getsockname(), found.getpeername()
+            if store_port not in (own[1], other[1]):
+                yield _text(own), _text(other), found
+
+
+def tcp_sockets() -> Iterator[socket.socket]:
+    """Yield the TCP sockets of this process, each until the next one; without /proc, none."""
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):  # it was closed in the meantime, or is not connected
+        with suppress(OSError):  # it was closed in the meantime
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as found:
                 if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
-                    own, other = found.getsockname(), found.getpeername()
-                    if store_port not in (own[1], other[1]):
-                        yield _text(own), _text(other), found
+                    yield found
 
 
 def _text(address: Any) -> str:

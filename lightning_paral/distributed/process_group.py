@@ -14,7 +14,6 @@ import socket
 import time
 import traceback
 import uuid
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +25,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_paral.compat.torch.process_groups import abort_all
+from lightning_paral.distributed.exchange import name_ranks
 from lightning_paral.errors import ConfigurationError, ProcessGroupError
 
 _CURRENT = "current"
@@ -380,8 +380,6 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     return PrefixStore(name, shared)
 
 
-def _have_not_joined(missing: Iterable[int], world_size: int) -> str:
+def _have_not_joined(missing: list[int], world_size: int) -> str:
     """Return a sentence that names the ranks: "ranks 2, 3 of 4 have not joined."."""
-    ranks = list(missing)
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
-    return f"rank{'s'[: len(ranks) - 1]} {shown} of {world_size} {'has' if len(ranks) == 1 else 'have'} not joined."
+    return f"{name_ranks(missing)} of {world_size} {'has' if len(missing) == 1 else 'have'} not joined."

@@ -1,5 +1,6 @@
 """What a plan knows of a strategy: its engine, and where it keeps which state."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -68,16 +69,14 @@ class Layout:
 
     def objection(self, num_ranks: int, num_units: int) -> str | None:
         """Return why `num_ranks` ranks cannot train a module of `num_units` units in this way; `None` if they can."""
-        for option, parts in (("replicate", self.replicas), ("tensor_parallel", self.tensor), ("stages", self.stages)):
-            if parts is not None and num_ranks % parts:
-                return f"{option}={parts} does not divide the {num_ranks} ranks of the plan"
-        stages, tensor = self.stages or 1, self.tensor or 1
-        if num_ranks % (stages * tensor):
-            return f"stages={stages} with tensor_parallel={tensor} do not divide the {num_ranks} ranks of the plan"
+        parts = {"replicate": self.replicas, "stages": self.stages or 1, "tensor_parallel": self.tensor or 1}
+        if num_ranks % math.prod(parts.values()):
+            given = " x ".join(f"{option}={number}" for option, number in parts.items() if number > 1)
+            return f"{given} does not divide the {num_ranks} ranks of the plan"
         stages = self.num_stages(num_ranks)
-        parts = stages * self.parts_per_stage if stages > 1 else 1
-        if self.engine == "pipeline" and num_units < parts:
-            return f"{parts} parts of stages need at least as many repeated blocks, but the module has {num_units}"
+        needed = stages * self.parts_per_stage if stages > 1 else 1
+        if self.engine == "pipeline" and num_units < needed:
+            return f"{needed} parts of stages need at least as many repeated blocks, but the module has {num_units}"
         return None
 
 

@@ -72,16 +72,16 @@ def fit(strategy: str, keys: str, reduce_fx: str, on_step: bool) -> dict[str, fl
 def test_differing_key_is_reported_in_the_same_step(on_ranks, keys: str, reduce_fx: str) -> None:
     first, second = on_ranks(2, fit, "paral_ddp", keys, reduce_fx, True)
 
-    assert "same values: rank 0 logged 'training_step.a' with sync_dist=True" in first
-    assert "in training batch 0 of epoch 0 and rank 1 logged 'training_step.b'" in first
+    assert "same values: logged 'training_step.a' with sync_dist=True" in first
+    assert "in training batch 0 of epoch 0 on rank 0 and logged 'training_step.b'" in first
     assert second == first
 
 
 @pytest.mark.parametrize("keys", ["another", "another_order", "fewer", "none"])
 @pytest.mark.parametrize("strategy", ["paral_ddp", "paral_fsdp", "paral_zero1"])
 def test_keys_that_only_some_ranks_log_are_reported_at_the_end_of_the_epoch(on_ranks, strategy: str, keys: str) -> None:
-    odd = {"another": "'training_step.a' only by rank 0", "fewer": "'training_step.c' only by rank 0"}
-    odd |= {"none": "'training_step.a' only by rank 0", "another_order": "in another order"}
+    odd = {"another": "'training_step.a' exists on rank 0 only", "fewer": "'training_step.c' exists on rank 0 only"}
+    odd |= {"none": "'training_step.a' exists on rank 0 only", "another_order": "The order differs"}
 
     for message in on_ranks(2, fit, strategy, keys, "mean", False):
         assert odd[keys] in message
@@ -104,8 +104,8 @@ def fit_on_device(keys: str, reduce_fx: str) -> dict[str, float] | str:
 @pytest.mark.parametrize("reduce_fx", ["mean", "min"])
 def test_differing_key_is_reported_where_the_host_does_not_wait(on_ranks, reduce_fx: str) -> None:
     for message in on_ranks(2, fit_on_device, "another", reduce_fx):
-        assert "same values: rank 0 logged 'training_step.a' with sync_dist=True" in message
-        assert "in training batch 0 of epoch 0 and rank 1 logged 'training_step.b'" in message
+        assert "same values: logged 'training_step.a' with sync_dist=True" in message
+        assert "in training batch 0 of epoch 0 on rank 0 and logged 'training_step.b'" in message
     expected = on_ranks(2, fit, "paral_ddp", "same", reduce_fx, True)
     assert on_ranks(2, fit_on_device, "same", reduce_fx) == expected
 
@@ -206,8 +206,8 @@ def test_metric_that_is_synchronized_and_that_only_rank_0_logs_is_reported(on_ra
     options = {"rank_zero_only": rank_zero_only}
     for message in on_ranks(2, log_metric_on_rank_0, options, timeout=60.0):
         assert message.startswith(
-            "The ranks have not logged the same keys in this epoch: the metric 'training_step.acc' only by rank 0. "
-            "Every rank must log the same keys with sync_dist=True, and log and compute the same metrics"
+            "The ranks have not synchronized the same keys in this epoch: the metric 'training_step.acc' exists on "
+            "rank 0 only. Every rank must log the same keys with sync_dist=True, and log and compute the same metrics"
         )
 
 
