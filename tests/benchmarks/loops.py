@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -16,20 +16,13 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.data import DataLoader, IterableDataset
 
 from examples.gpt import GPT, Block, StandardLibraryData
-from lightning_paral import ParalPipelineStrategy
 from lightning_paral.comm.reduce_scatter import DirectReduceScatter
 from lightning_paral.distributed.process_group import join_process_group
-from lightning_paral.engines.pipeline.division import balanced
-from lightning_paral.engines.pipeline.options import MICRO_BATCHES_PER_STAGE
 from lightning_paral.model.units import choose_units
 from lightning_paral.options import DEFAULT_TIMEOUT
 from lightning_paral.registry import STRATEGIES
@@ -41,20 +34,12 @@ WIDTH, VOCABULARY, CONTEXT = 768, 50304, 1024
 DIRECT = "torch fully_shard direct"
 """As `torch fully_shard`, with the reduce-scatter that `paral_fsdp` uses instead of gloo's own."""
 
-INTERLEAVED = "paral_pp_interleaved"
-"""`paral_pp` with `schedule="interleaved"`, which has no name of its own."""
-TENSOR = "torch parallelize_module"
-PIPELINES = {"torch Schedule1F1B": 1, "torch ScheduleInterleaved1F1B": 2}
-"""Loops with these schedules, with the number of parts of the chain per stage. As `TENSOR`, for the example only."""
 
-
-def counterpart(name: str, size: str) -> str:
+def counterpart(name: str) -> str:
     """Return the hand-written loop with which a strategy is compared."""
     if "zero" in name:
         return f"deepspeed {name[len('paral_zero')]}"
     loops = {"paral_dp": "torch", "paral_ddp": "torch DDP", "paral_ddp_ring": "torch DDP"}
-    if size == EXAMPLE and dist.get_world_size() > 1:
-        loops |= {"paral_tp": TENSOR, **dict(zip(("paral_pp", INTERLEAVED), PIPELINES, strict=True))}
     return loops.get(name, "torch fully_shard")
 
 
@@ -153,8 +138,7 @@ def measure(name: str, size: str, device: torch.device, num_steps: int) -> tuple
     """Train for a block of steps. *Collective* over all ranks.
 
     Args:
-        name: a strategy of this package, `INTERLEAVED`, or a hand-written loop: `torch` and what follows, or
-            `deepspeed` and a stage.
+        name: a strategy of this package, or a hand-written loop: `torch` and what follows, or `deepspeed` and a stage.
         size: as in `make_task`.
         device: the device of this rank.
         num_steps: the number of steps after `WARM_UP`.
@@ -169,7 +153,7 @@ def measure(name: str, size: str, device: torch.device, num_steps: int) -> tuple
     task, clock, num_batches = make_task(size, device), Clock(device), WARM_UP + num_steps
     if name.startswith("paral_"):
         trainer = quiet_trainer(
-            strategy=ParalPipelineStrategy(schedule="interleaved") if name == INTERLEAVED else name,
+            strategy=name,
             accelerator="gpu" if device.type == "cuda" else "cpu",
             devices=dist.get_world_size(),
             max_steps=num_batches,
@@ -208,18 +192,12 @@ def make_loop(name: str, task: Task, device: torch.device) -> tuple[Callable[[An
     module.log = lambda *_, **__: None
     if name.startswith("torch fully_shard"):
         _shard(module, task.precision == "bf16-mixed", name == DIRECT, device)
-    if name == TENSOR:
-        _split(module, device)
     found = module.configure_optimizers()
     optimizer, schedule = found, lambda: None
     if isinstance(found, dict):
         optimizer, schedule = found["optimizer"], found["lr_scheduler"]["scheduler"].step
-    if name == TENSOR:  # torch cannot update both kinds of tensors at once, which is the default on a GPU
-        optimizer.param_groups[0]["foreach"] = False
     if name.startswith("deepspeed"):
         train, end = _deepspeed(_Step(module), int(name.split()[1]), task, optimizer, device)
-    elif name in PIPELINES:
-        train, end = _pipeline(module, PIPELINES[name], task, optimizer, device), lambda: None
     else:
         train, end = _torch(name, _Step(module), task, optimizer, device), lambda: None
 
@@ -246,93 +224,12 @@ def _torch(name: str, step: Any, task: Task, optimizer: Any, device: torch.devic
         forward = DistributedDataParallel(step)
 
     def train(batch: Any) -> None:
-        with loss_parallel() if name == TENSOR else nullcontext():
-            with torch.autocast(device.type, torch.bfloat16) if is_mixed else nullcontext():
-                loss = forward(batch)
-            optimizer.zero_grad()
-            loss.backward()
-        if name == TENSOR:
-            _clip(step.parameters(), task.clip, lambda parameter: isinstance(parameter, DTensor))
-        elif task.clip:
-            torch.nn.utils.clip_grad_norm_(step.parameters(), task.clip)
-        optimizer.step()
-
-    return train
-
-
-def _split(module: Any, device: torch.device) -> None:
-    """Split the layers of the example that `paral_tp` splits."""
-    num_ranks = dist.get_world_size()
-    for block in module.blocks:
-        block.num_heads //= num_ranks
-        weight = block.query_key_value.weight.data
-        # A rank gets consecutive rows: those of the queries, the keys and the values of its heads.
-        weight.copy_(weight.unflatten(0, (3, num_ranks, -1)).transpose(0, 1).flatten(0, 2))
-    plan = {
-        "byte_embedding": RowwiseParallel(input_layouts=Replicate()),
-        "blocks.*.query_key_value": ColwiseParallel(),
-        "blocks.*.attention_out": RowwiseParallel(),
-        "blocks.*.feed_forward.1": ColwiseParallel(),
-        "blocks.*.feed_forward.3": RowwiseParallel(),
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallelize_module(module, init_device_mesh(device.type, (num_ranks,)), plan)
-
-
-def _clip(parameters: Iterable[Any], clip: Any, is_divided: Callable[[Any], bool]) -> None:
-    """Clip gradients, of which ranks have different ones or different parts if `is_divided`, by the norm of all."""
-    found = [each for each in parameters if each.grad is not None]
-    divided, whole = [each for each in found if is_divided(each)], [each for each in found if not is_divided(each)]
-    gradients = [each.grad.to_local() if isinstance(each, DTensor) else each.grad for each in divided]
-    square = get_total_norm(gradients).square()
-    dist.all_reduce(square)
-    norm = (square + get_total_norm([each.grad for each in whole]).square()).sqrt()
-    for some in (divided, whole):  # torch cannot scale both kinds of tensors at once
-        clip_grads_with_norm_(some, clip, norm)
-
-
-class _Embedding(nn.Module):
-    """What the example computes before its blocks."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.bytes, self.positions = module.byte_embedding, module.position_embedding
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.bytes(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
-
-
-def _pipeline(
-    module: Any, parts_per_stage: int, task: Task, optimizer: Any, device: torch.device
-) -> Callable[[Any], None]:
-    """Divide the blocks of the example as `paral_pp` does; the embeddings are on the first stage, the head on the last.
-
-    The optimizer skips the parameters of other stages, which have no gradients.
-    """
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    cut = balanced([1] * len(module.blocks), num_ranks * parts_per_stage)
-    parts = [[module.blocks[number] for number in part] for part in cut]
-    parts[0].insert(0, _Embedding(module))
-    parts[-1] += [module.norm, module.head]
-    own = range(rank, len(parts), num_ranks)
-    stages: Any = [PipelineStage(nn.Sequential(*parts[number]), number, len(parts), device) for number in own]
-
-    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    num_micro_batches = MICRO_BATCHES_PER_STAGE * num_ranks
-    schedule: Any
-    if parts_per_stage == 1:
-        schedule = Schedule1F1B(stages[0], num_micro_batches, loss_of)
-    else:
-        schedule = ScheduleInterleaved1F1B(stages, num_micro_batches, loss_of)
-
-    def train(batch: Any) -> None:
-        inputs, targets = batch
+        with torch.autocast(device.type, torch.bfloat16) if is_mixed else nullcontext():
+            loss = forward(batch)
         optimizer.zero_grad()
-        to_first = (inputs,) if stages[0].is_first else ()
-        schedule.step(*to_first, target=targets if stages[-1].is_last else None, return_outputs=False)
-        _clip(module.parameters(), task.clip, lambda _: True)
+        loss.backward()
+        if task.clip:
+            torch.nn.utils.clip_grad_norm_(step.parameters(), task.clip)
         optimizer.step()
 
     return train

@@ -17,13 +17,6 @@ row(
     loaders=validated,
     trainer={"max_epochs": 2},
 )(Normalized)
-row(
-    "buffers of BatchNorm, accumulating",
-    sentence="nn.BatchNorm1d with accumulate_grad_batches=2.",
-    reference="ddp",
-    loaders=validated,
-    trainer={"accumulate_grad_batches": 2},
-)(Normalized)
 
 
 @row("buffers of BatchNorm read in hooks", reference="ddp", loaders=validated, apart=("rank 1: seen",))
