@@ -175,6 +175,22 @@ class UpdatedBuffers(Tied):
         )
 
 
+class Contrastive(Fitted):
+    """CLIP's head: a 0-dimensional parameter scales the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Linear(LENGTH, 16)
+        self.text = nn.Linear(LENGTH, 16)
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        inputs = batch[0].float()
+        image, text = self.image(inputs.sin()), self.text(inputs.cos())
+        similarity = (image * text).mean(dim=1) * self.logit_scale.exp()
+        return nn.functional.mse_loss(similarity, inputs[:, 0] / VOCABULARY)
+
+
 class Decayed(Fitted):
     """Weight decay for matrices only, by `p.dim() > 1`; a scheduler per step; a group of frozen parameters."""
 
@@ -235,7 +251,7 @@ class T5(Fitted):
 MODULES = {
     module.__name__: module
     for module in (
-        Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GPT2,
+        Contrastive, Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GPT2,
         T5,
     )
 }  # fmt: skip
