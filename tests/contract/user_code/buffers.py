@@ -59,19 +59,6 @@ class Assigned(Supervised):
         return nn.functional.mse_loss(self.head(features - self.mean), targets)
 
 
-@row("buffer written in place in the step", reference="ddp")
-class InPlace(Assigned):
-    """self.mean.mul_(0.9) and self.mean.data.add_(...) in training_step."""
-
-    def loss(self, batch: Any) -> Any:
-        inputs, targets = batch
-        features = self.backbone(inputs)
-        loss = nn.functional.mse_loss(self.head(features - self.mean), targets)
-        self.mean.mul_(0.9)
-        self.mean.data.add_(0.1 * features.detach().mean(dim=0))
-        return loss
-
-
 @row("buffer that counts steps")
 class Counter(Supervised):
     """self.count += 1 of an integer buffer in the step; its value schedules the loss."""

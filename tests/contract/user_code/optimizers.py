@@ -188,18 +188,3 @@ class ReadState(Supervised):
     def on_train_batch_end(self, *args: Any) -> None:
         state = self.optimizers().state
         self.seen.append([float(state[p]["exp_avg"].norm()) for p in self.parameters()])
-
-
-@row("optimizer param_groups hold the parameters")
-class SameParameters(Supervised):
-    """The ids, shapes and number of what optimizer.param_groups hold, compared with self.parameters()."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        held = [p for group in self.optimizers().param_groups for p in group["params"]]
-        self.seen.append(
-            [
-                len(held),
-                sum(p.numel() for p in held),
-                all(p is q for p, q in zip(held, self.parameters(), strict=False)),
-            ]
-        )

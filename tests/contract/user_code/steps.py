@@ -96,17 +96,6 @@ class BackwardInHook(Again):
         self.loss(self.batch).backward()
 
 
-@row("loss.backward() and an optimizer of one's own in a hook", names=f"{GRAD}|{BACKWARD}")
-class OwnOptimizer(Again):
-    """torch.optim.SGD created, zeroed and stepped in on_train_batch_end."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        own = torch.optim.SGD(self.parameters(), lr=0.1)
-        own.zero_grad()
-        self.loss(self.batch).backward()
-        own.step()
-
-
 @row("loss.backward() for saliency in a hook", names=BACKWARD)
 class SaliencyInHook(Again):
     """loss.backward() and self.zero_grad() in on_train_batch_end."""
