@@ -32,8 +32,7 @@ SEEN = [layout for layout in LAYOUTS if layout not in (ZERO, HYBRID)]
 @pytest.fixture(scope="module")
 def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Resuming]:
     """By whether all parameters are trained."""
-    folder = tmp_path_factory.mktemp("saved")
-    return {each: Resuming(Chain, LAYOUTS, rank_pool, folder / str(each), each) for each in (False, True)}
+    return {each: Resuming(Chain, LAYOUTS, rank_pool, tmp_path_factory.mktemp("saved"), each) for each in (False, True)}
 
 
 @pytest.mark.parametrize(
