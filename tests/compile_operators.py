@@ -1,22 +1,20 @@
-"""DeepSpeed's operators, compiled while tests run that need none: `python -m tests.compile_operators NAMES`.
+"""DeepSpeed's operators for NVMe, compiled while tests run that need none: `python -m tests.compile_operators`.
 
-An operator that is already compiled is only loaded. Of two processes that need the same operator, one waits.
+Operators that are already compiled are only loaded.
 """
 
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from functools import cached_property
 
 import pytest
 
 from tests.contract.cases import BY_LABEL
 
 MARK = "deepspeed_operators"
-"""The marker of tests that wait for operators. Its arguments are their names; without arguments all are needed."""
-NEEDS = ("async_io",)
-"""The operators, which offload to NVMe needs."""
+"""The marker of tests that wait for the operators."""
 HOUR = 3600
 
 
@@ -29,80 +27,67 @@ def mark_by_parameters(item: pytest.Item) -> None:
     for value in parameters.params.values() if parameters else ():
         for label in value if isinstance(value, list | tuple) else (value,):
             case = BY_LABEL.get(label) or BY_LABEL.get(f"paral_{label}") if isinstance(label, str) else None
-            if case is not None and case.operators:
-                item.add_marker(pytest.mark.deepspeed_operators(*case.operators))
+            if case is not None and case.needs_operators:
+                item.add_marker(MARK)
 
 
-def operators_of(item: pytest.Item) -> tuple[str, ...]:
-    """Return the names of the operators that a test waits for."""
-    marked = [mark.args or NEEDS for mark in item.iter_markers(MARK)]
-    return tuple(name for name in NEEDS if any(name in names for names in marked))
+def needs_operators(item: pytest.Item) -> bool:
+    """Return whether a test waits for the operators."""
+    return item.get_closest_marker(MARK) is not None
 
 
 class Compilation:
-    """Compiles operators in a process of its own."""
+    """Compiles the operators in a process of its own."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.compile_operators", *names],
+            [sys.executable, "-m", "tests.compile_operators"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
-        self._printed: list[str] = []
 
-    def wait_for(self, name: str) -> None:
-        """Return when the operator is compiled. Skip the test if this machine lacks what compiles it."""
-        assert self._process.stdout is not None
-        while (said := self._said_of(name)) is None:
-            line = self._process.stdout.readline()
-            assert line, "".join([f"{name} did not compile:\n", *self._printed])
-            self._printed.append(line)
-        if said != "compiled":
-            pytest.skip(said)
+    @cached_property
+    def _printed(self) -> str:
+        return self._process.communicate()[0]
+
+    def wait(self) -> None:
+        """Return when the operators are compiled. Skip the test if this machine lacks what compiles them."""
+        said = self._printed.splitlines()[-1:]
+        assert self._process.returncode == 0, f"The operators did not compile:\n{self._printed}"
+        if said != ["compiled"]:
+            pytest.skip(*said)
 
     def end(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)  # includes the compilers
             self._process.communicate(timeout=30)
 
-    def _said_of(self, name: str) -> str | None:
-        said = [line.partition(": ")[2].strip() for line in self._printed if line.startswith(f"{name}: ")]
-        return said[0] if said else None
 
-
-def compile_or_say_what_is_missing(names: Iterable[str]) -> None:
-    """Print for each operator `compiled`, or what to install."""
-    from lightning_paral.engines.zero.offload import load_operators
-
-    for name in NEEDS:
-        if name in names:
-            missing = what_is_missing_for(name)
-            if not missing:
-                load_operators("the tests")
-            print(f"{name}: {missing or 'compiled'}", flush=True)
-
-
-def what_is_missing_for(operator: str) -> str:
-    """Return a sentence on what this machine lacks to compile an operator, and what to do. Empty if it can."""
+def what_is_missing() -> str:
+    """Return a sentence on what this machine lacks to compile the operators, and what to do. Empty if it can."""
     from lightning_paral.engines.zero.offload import check_compiler
     from lightning_paral.errors import ConfigurationError
 
     try:
         check_compiler("Offload")
     except ConfigurationError as error:
-        return f"DeepSpeed's operator {operator!r} cannot be compiled here. To run the test: {error}"
+        return f"DeepSpeed's operators cannot be compiled here. To run the test: {error}"
     return ""
 
 
-def skip_unless_compilable(operator: str) -> None:
-    """Skip the test if this machine cannot compile an operator. For tests of checks, which do not wait for it."""
-    if missing := what_is_missing_for(operator):
+def skip_unless_compilable() -> None:
+    """Skip the test if this machine cannot compile the operators. For tests of checks, which do not wait for them."""
+    if missing := what_is_missing():
         pytest.skip(missing)
 
 
 if __name__ == "__main__":
+    from lightning_paral.engines.zero.offload import load_operators
+
     os.environ["DS_ACCELERATOR"] = "cpu"
     signal.alarm(HOUR)
-    compile_or_say_what_is_missing(sys.argv[1:])
+    if not (_missing := what_is_missing()):
+        load_operators("the tests")
+    print(_missing or "compiled", flush=True)

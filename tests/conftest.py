@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_paral.diagnostics.rank_pool import RankPool
 from lightning_paral.distributed.process_group import release_process_group
-from tests.compile_operators import MARK, NEEDS, Compilation, mark_by_parameters, operators_of
+from tests.compile_operators import MARK, Compilation, mark_by_parameters, needs_operators
 from tests.lanes import ENGINES, LANES, Times, function_of, select, shard
 from tests.launching import launch as launch
 
@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = shard(chosen, times, option.shard)
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = sorted(chosen, key=lambda item: sorted(map(list(NEEDS).index, operators_of(item)), reverse=True))
+    items[:] = sorted(chosen, key=needs_operators)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -100,9 +100,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start to compile the operators of DeepSpeed that tests need. The other tests run meanwhile."""
-    names = {name for item in session.items for name in operators_of(item)}
-    if names and not session.config.option.collectonly:
-        session.config.stash[_compilation] = Compilation(names)
+    if any(map(needs_operators, session.items)) and not session.config.option.collectonly:
+        session.config.stash[_compilation] = Compilation()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -113,9 +112,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _operators(request: pytest.FixtureRequest) -> None:
-    """Wait until the operators that the test needs are compiled, before ranks with a time limit need them."""
-    for name in operators_of(request.node):
-        request.config.stash[_compilation].wait_for(name)
+    """Wait until the operators are compiled if the test needs them, before ranks with a time limit do."""
+    if needs_operators(request.node):
+        request.config.stash[_compilation].wait()
 
 
 class TimesWriter:

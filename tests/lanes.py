@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.compile_operators import operators_of
+from tests.compile_operators import needs_operators
 
 LANES = ("default", "full", "all")
 ENGINES = ("dp", "ddp", "fsdp", "zero", "tensor", "pipeline")
@@ -100,7 +100,7 @@ def select(items: Sequence[pytest.Item], lane: str, times: Times, engine: str | 
     """
     places = places_of(items, times)
     last, with_operators = (0, 1) if lane == "versions" else (LANES.index(lane),) * 2
-    chosen = [item for item in items if places[item] <= (with_operators if operators_of(item) else last)]
+    chosen = [item for item in items if places[item] <= (with_operators if needs_operators(item) else last)]
     if engine is None:
         return chosen
     in_lane = set(chosen)
@@ -141,7 +141,7 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, i
         for item in members:
             mark = _mark_of_parameter(item)
             if mark is not None:
-                least = max(LANES.index(mark.args[0]), int(bool(operators_of(item))))
+                least = max(LANES.index(mark.args[0]), int(needs_operators(item)))
             else:
                 product = 0 if item in usual else 1 if item in full else 2
                 least = max(product, _least_lane(item, item in fitting))
@@ -152,9 +152,9 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, i
 def _least_lane(item: pytest.Item, is_fitting: bool) -> int:
     mark = item.get_closest_marker("lane")
     if mark is not None:
-        return max(LANES.index(mark.args[0]), int(bool(operators_of(item))))
+        return max(LANES.index(mark.args[0]), int(needs_operators(item)))
     folder = next((lane for folder, lane in _FOLDERS.items() if item.nodeid.startswith(folder)), "default")
-    waits = not is_fitting or bool(operators_of(item)) or "launch" in getattr(item, "fixturenames", ())
+    waits = not is_fitting or needs_operators(item) or "launch" in getattr(item, "fixturenames", ())
     return max(LANES.index(folder), int(waits))
 
 
@@ -198,7 +198,7 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 def _is_usual(item: pytest.Item) -> bool:
     parameters = _parameters(item)
     sizes = {parameters[name] for name in _SIZES if name in parameters}
-    return sizes <= {2} and not operators_of(item)
+    return sizes <= {2} and not needs_operators(item)
 
 
 def _stages(item: pytest.Item) -> set[Any]:

@@ -80,11 +80,6 @@ class StrategyCase:
     @property
     def needs_operators(self) -> bool:
         """Whether the case needs DeepSpeed's compiled operators, as offload to NVMe does."""
-        return bool(self.operators)
-
-    @property
-    def operators(self) -> tuple[str, ...]:
-        """The names of the operators of DeepSpeed that the case needs."""
         options = {**self._options_of_name, **(self.options() if callable(self.options) else self.options)}
         offload = options.get("offload_optimizer")
-        return ("async_io",) if getattr(offload, "device", offload) == "nvme" else ()
+        return getattr(offload, "device", offload) == "nvme"

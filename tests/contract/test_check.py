@@ -18,8 +18,6 @@ from tests.contract.user_code.table import TABLE
 SAID = page.read(TABLE)
 AGREES = {"equal": ("equal",), "as ddp": ("equal", "differs"), "refused": ("refused", "fails")}
 """Word of the page -> outcomes of the check. Errors of torch and Lightning are refusals in the table only."""
-WHOLE_BATCHES = "network Tied, of whole batches"
-"""A row whose loader has no batches that a check could divide among the ranks."""
 
 
 def cells() -> Iterator[Any]:
@@ -27,7 +25,7 @@ def cells() -> Iterator[Any]:
     themes = set()
     for row in TABLE.rows.values():
         is_whole = isinstance(row.scenario, fitting.Fit) and not row.scenario.trainer and not row.apart
-        if is_whole and row.theme not in themes and row.label != WHOLE_BATCHES:
+        if is_whole and row.theme not in themes:
             themes.add(row.theme)
             for column in ("paral_ddp", "paral_fsdp", "paral_zero3"):
                 if column in row.columns:

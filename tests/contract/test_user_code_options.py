@@ -19,7 +19,7 @@ EXPECTED = {
     ("ddp_checkpointing", FREEZING): "paral_ddp",
     ("fsdp_linear", f"{FREEZING}|target .* in on_train_batch_end|trained .* in training_step"): "paral_fsdp",
     ("fsdp_unsharded", "^gradient hook of a parameter"): "paral_fsdp",
-    ("ddp_find_unused", f"{USED}|^optimizers, several: (Toggled|Plain|Adding|Wasserstein|ActorCritic)"): "equal",
+    ("ddp_find_unused", f"{USED}|^optimizers, several: (Toggled|Plain|Wasserstein|ActorCritic)"): "equal",
     ("fsdp_filters", "^parameters that are complex"): "equal",
 }
 """Options and a pattern of the rows -> the outcome, or the column that has the same outcomes."""

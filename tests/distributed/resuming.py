@@ -19,9 +19,10 @@ Layout = tuple[int, Callable[..., Any]]
 """A number of ranks, and what creates their strategy."""
 
 
-def project(make: Callable[[], Any]) -> Fit:
+def project(make: Callable[[], Any], all_trained: bool) -> Fit:
     module = make()
     module.logs_calls = False
+    module.never.requires_grad_(not all_trained)
     return Fit(
         module=module, data=loader(NUM_BATCHES), trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     )
@@ -34,12 +35,22 @@ def parameters(resumptions: Iterable[tuple[str, list[str]]], full: Container[str
 
 
 class Resuming:
-    """Checkpoints of a module in named layouts, each saved when it is first needed, inside an epoch."""
+    """Checkpoints of a module in named layouts, each saved when it is first needed, inside an epoch.
 
-    def __init__(self, make: Callable[[], LightningModule], layouts: dict[str, Layout], pool: RankPool, folder: Path):
+    ZeRO refuses parameters that a backward pass gives no gradient: with `all_trained`, the module has none.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], LightningModule],
+        layouts: dict[str, Layout],
+        pool: RankPool,
+        folder: Path,
+        all_trained: bool,
+    ) -> None:
         task = Task(steps=NUM_BATCHES // 2, folder=folder, seed=3)
         # ZeRO cannot train in fp64, so nothing does that has to resume from its checkpoints.
-        self.checks = Checks(partial(project, make), task, pool, precisions=(False,))
+        self.checks = Checks(partial(project, make, all_trained), task, pool, precisions=(False,))
         self.layouts, self.folder = layouts, folder
         self._rows: dict[str, CheckRow] = {}
 

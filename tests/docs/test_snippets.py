@@ -28,10 +28,6 @@ SHORT += ["--trainer.enable_progress_bar=false", "--model.init_args.num_layers=1
 NUM_RANKS = 2
 
 
-OPERATORS = {"nvme": "async_io"}
-"""Words of snippets -> the operators that they need."""
-
-
 def names(path: Path) -> str:
     return path.relative_to(DOCS).as_posix()
 
@@ -39,8 +35,7 @@ def names(path: Path) -> str:
 def page(path: Path) -> Any:
     """Return a page as a parameter, marked with the operators that its snippets need."""
     text = "".join(block.text.lower() for block in blocks_of(path) if block.language in RUN and block.reason is None)
-    needed = [name for word, name in OPERATORS.items() if word in text]
-    return pytest.param(path, id=names(path), marks=[pytest.mark.deepspeed_operators(*needed)] if needed else [])
+    return pytest.param(path, id=names(path), marks=[pytest.mark.deepspeed_operators] if "nvme" in text else [])
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,13 @@ from tests.gpu.report import as_row
 HERE = "tests.gpu.test_programs"
 
 
-def rows(path: Path) -> dict[str, Any]:
-    return {row["name"]: row for row in json.loads(path.read_text())["checks"]}
+def passed(program: Any, report: Path, only: str) -> dict[str, Any]:
+    """Run checks of a program, assert that they pass, and return the rows of its report by name."""
+    code = program.run(["--device", "cpu", "--budget", "1500", "--out", str(report.parent), "--only", only])
+    found = {row["name"]: row for row in json.loads(report.read_text())["checks"]}
+    assert {name: row["reason"] for name, row in found.items() if row["status"] != "passed"} == {}
+    assert code == 0
+    return found
 
 
 def test_every_check_of_one_rank_passes(tmp_path: Path) -> None:
@@ -28,11 +33,8 @@ def test_every_check_of_one_rank_passes(tmp_path: Path) -> None:
         "resume:paral_ddp,manual_optimization,replicas:bf16-true"
     )
 
-    code = one_rank.run(["--device", "cpu", "--budget", "1500", "--out", str(tmp_path), "--only", only])
+    found = passed(one_rank, tmp_path / "all.json", only)
 
-    found = rows(tmp_path / "all.json")
-    assert {name: row["reason"] for name, row in found.items() if row["status"] != "passed"} == {}
-    assert code == 0
     assert {"save:paral_zero3", "operators"} < set(found)
     assert found["fit:paral_fsdp"]["facts"]["weights, accumulate=3"] <= 1e-5
     assert set(found["resume:paral_ddp"]["facts"]) == {"paral_ddp", "paral_fsdp_offload", "paral_zero3"}
@@ -47,11 +49,8 @@ def test_two_ranks_on_one_device(tmp_path: Path) -> None:
         "save:paral_zero2,resume:paral_fsdp,failing:ddp"
     )
 
-    code = two_on_one.run(["--device", "cpu", "--budget", "1500", "--out", str(tmp_path), "--only", only])
+    found = passed(two_on_one, tmp_path / "two_on_one.json", only)
 
-    found = rows(tmp_path / "two_on_one.json")
-    assert {name: row["reason"] for name, row in found.items() if row["status"] != "passed"} == {}
-    assert code == 0
     assert found["reduce:ring"]["facts"]["identical"] is True
     assert set(found["resume:paral_fsdp"]["facts"]) == {"paral_ddp", "paral_fsdp", "paral_zero2", "paral_zero3"}
     assert found["failing:ddp"]["facts"]["code of rank 1"] == 1

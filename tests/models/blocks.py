@@ -251,8 +251,7 @@ class T5(Fitted):
 MODULES = {
     module.__name__: module
     for module in (
-        Contrastive, Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GPT2,
-        T5,
+        Decayed, Tied, TiedBlocks, FrozenEncoder, LoRA, OnTheModule, OtherMethods, UpdatedBuffers, GPT2, T5,
     )
 }  # fmt: skip
 """Modules written without a strategy in mind: rows of `tests.contract.user_code`, and trained on GPUs."""

@@ -93,9 +93,14 @@ class Chain(Regression):
 class Losses(Callback):
     """Keeps the loss of each batch, and saves after a number of batches."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None = None) -> None:
         self.path = path
         self.of_batch: dict[int, float] = {}
+
+    @property
+    def values(self) -> list[float]:
+        """The losses in order, of one epoch."""
+        return list(self.of_batch.values())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.of_batch[batch_idx] = float(outputs["loss"]) * trainer.accumulate_grad_batches

@@ -108,19 +108,6 @@ class Plain(GAN):
         discriminator.step()
 
 
-class Adding(GAN):
-    """Keeps the discriminator's gradients of the generator's loss and adds to them, over two batches."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        generator, discriminator = self.optimizers()
-        self.descend(self.generator_loss(batch[0]) / 3)
-        self.descend(self.discriminator_loss(batch[0]))
-        if batch_idx % 2:
-            for optimizer in (discriminator, generator):
-                optimizer.step()
-                optimizer.zero_grad()
-
-
 class Wasserstein(GAN):
     """Takes two steps of the critic, with clamped weights, for each of the generator; freezes by `requires_grad`."""
 
@@ -189,7 +176,7 @@ class ActorCritic(Several):
         return [torch.optim.AdamW(each, lr=1e-2) for each in (actors, self.critic.parameters(), [self.log_std])]
 
 
-KINDS = {kind.__name__: kind for kind in (Toggled, InTurns, Plain, Adding, Wasserstein, ActorCritic)}
+KINDS = {kind.__name__: kind for kind in (Toggled, InTurns, Plain, Wasserstein, ActorCritic)}
 
 
 def fit(model: Any, num_ranks: int, num_batches: int = 6, **options: Any) -> Fitted:

@@ -42,7 +42,7 @@ TESTS = """
 
     def test_launch(launch): pass
 
-    @pytest.mark.deepspeed_operators("async_io")
+    @pytest.mark.deepspeed_operators
     def test_offload(): pass
 
     @pytest.mark.lane("all")

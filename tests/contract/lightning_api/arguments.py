@@ -251,17 +251,6 @@ def own_sampler(run: Run) -> dict[str, Any]:
     return run.fit(loaders=loaders, use_distributed_sampler=False)
 
 
-@row("`use_distributed_sampler=True`: every sample once in evaluation")
-def evaluated_once(run: Run) -> dict[str, Any]:
-    class Counting(Supervised):
-        def test_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("loss", self.loss(batch), sync_dist=True, batch_size=len(batch[0]))
-
-    dataset = torch.utils.data.Subset(regression(0, 1)["train_dataloaders"].dataset, range(13))
-    batch_size = 2 if run.num_ranks == 1 else 1
-    return {"logged": run.trainer().test(run.module(Counting), torch.utils.data.DataLoader(dataset, batch_size))}
-
-
 @row("`model_registry`", columns=("paral_ddp",))
 def registry(run: Run) -> dict[str, Any]:
     return run.fit(model_registry="of/somebody")

@@ -210,14 +210,3 @@ def timer(run: Run) -> dict[str, Any]:
     timer = Timer(duration={"seconds": 0}, interval="step")
     found = run.fit(callbacks=[timer], max_epochs=3)
     return {"steps": found["steps"], "elapsed": timer.time_elapsed() > 0}
-
-
-@row("`EarlyStopping(check_finite=True)` of a loss that is not", columns=LIGHT)
-def not_finite(run: Run) -> dict[str, Any]:
-    class Diverging(Supervised):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", self.loss(batch) * float("nan"), sync_dist=True)
-
-    stopping = EarlyStopping("val_loss", patience=5)
-    found = run.fit(Diverging, loaders=validated, callbacks=[stopping], max_epochs=4, num_sanity_val_steps=0)
-    return found | {"stopped": stopping.stopped_epoch, "why": (stopping.stopping_reason_message or "")[:30]}

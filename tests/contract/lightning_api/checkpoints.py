@@ -41,19 +41,6 @@ class Failing(Supervised):
         return super().training_step(batch, batch_idx)
 
 
-@row("`ModelCheckpoint(save_on_exception=True)`", columns=ALL)
-def on_exception(run: Run) -> dict[str, Any]:
-    saving = ModelCheckpoint(run.folder / "kept", save_on_exception=True)
-    try:
-        run.fit(Failing, callbacks=[saving], enable_checkpointing=True)
-        raised = "nothing"
-    except ArithmeticError as error:
-        raised = str(error)
-    # Replicas do not wait for rank 0, which saves alone.
-    names = [""] if run.rank else sorted(path.name for path in (run.folder / "kept").iterdir())
-    return {"raised": raised, "files": OfRankZero(names), "saved": run.saved(run.folder / "kept" / names[0])}
-
-
 @row("`OnExceptionCheckpoint`", columns=ALL)
 def exception_checkpoint(run: Run) -> dict[str, Any]:
     try:

@@ -164,19 +164,6 @@ def several(run: Run) -> dict[str, Any]:
     return run.fit(Several, loaders=loaders)
 
 
-@row("shuffled loader with workers, ordinary sampler: one epoch sees each sample once", columns=LIGHT)
-def shuffled(run: Run) -> dict[str, Any]:
-    class Counting(Supervised):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("sum", batch[0].sum(), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
-            return self.loss(batch)
-
-    def loaders(rank: int, num_ranks: int) -> dict[str, Any]:
-        return {"train_dataloaders": DataLoader(TensorDataset(*samples(4, 7)), 12 // num_ranks, shuffle=True)}
-
-    return {"metrics": run.fit(Counting, loaders=loaders)["metrics"]}
-
-
 class Stream(IterableDataset[Any]):
     def __init__(self, num_batches: int) -> None:
         self.tensors = samples(num_batches, 7)

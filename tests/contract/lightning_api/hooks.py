@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.core.hooks import ModelHooks
 
 from tests.contract.lightning_api.rows import ALL, LIGHT, fits, row
-from tests.contract.tables.run import OfRankZero, Run, Saving, plain
+from tests.contract.tables.run import Run, Saving, plain
 from tests.contract.user_code.models import Every, Supervised, validated
 
 OLD = ("configure_sharded_model",)
@@ -108,30 +108,12 @@ class Skipping(Supervised):
         return -1 if batch_idx == 2 else None
 
 
-@fits("`configure_gradient_clipping` overridden", columns=ALL)
-class Clipping(Supervised):
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-
-
 @fits("`optimizer_step` overridden: warm-up of the learning rate", columns=ALL)
 class Warming(Supervised):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * min(1.0, (self.global_step + 1) / 3)
         optimizer.step(closure=optimizer_closure)
-
-
-@fits("`optimizer_zero_grad` overridden: `set_to_none=False`", columns=ALL)
-class Zeroing(Supervised):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
-@fits("`backward` overridden", columns=ALL)
-class Backward(Supervised):
-    def backward(self, loss: Any) -> None:
-        loss.backward()
 
 
 @row("`lr_scheduler_step` overridden")
@@ -155,20 +137,6 @@ class Around(Supervised):
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.seen.append(len(optimizer.param_groups))
-
-
-@row("`on_save_checkpoint`, `on_load_checkpoint` with what is theirs")
-def own_checkpoint(run: Run) -> dict[str, Any]:
-    class Own(Supervised):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["user_own"] = {"tensor": torch.arange(3), "epoch": checkpoint["epoch"]}
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.seen.append(checkpoint["user_own"])
-
-    run.fit(Own, callbacks=[Saving(run, "x.ckpt")])
-    found = run.fit(Own, max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
-    return found | {"saved": OfRankZero(run.rank or run.saved(run.folder / "x.ckpt").value["user_own"])}
 
 
 @row("`configure_callbacks`", columns=LIGHT)

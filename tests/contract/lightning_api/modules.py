@@ -87,22 +87,6 @@ class Freezing(Supervised):
         self.unfreeze()
 
 
-@row("`strict_loading = False`")
-def not_strict(run: Run) -> dict[str, Any]:
-    class Partial(Supervised):
-        def __init__(self) -> None:
-            super().__init__()
-            self.strict_loading = False
-            self.register_buffer("extra", torch.zeros(2))
-
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            state = super().state_dict(*args, **kwargs)
-            return {name: value for name, value in state.items() if not name.endswith("extra")}
-
-    run.fit(Partial, callbacks=[Saving(run, "x.ckpt")])
-    return run.fit(Partial, max_epochs=2, how={"ckpt_path": run.folder / "x.ckpt"})
-
-
 @row("`example_input_array`, `to_torchscript` after `fit`")
 def exported(run: Run) -> dict[str, Any]:
     module = run.module(Supervised)
@@ -130,18 +114,6 @@ def by_itself(run: Run) -> dict[str, Any]:
 class Still(Supervised):
     def configure_optimizers(self) -> None:
         return None
-
-
-@row("`configure_optimizers`: a dict with `monitor`, `frequency`, `interval`", columns=ALL)
-def plateau(run: Run) -> dict[str, Any]:
-    class Plateau(Supervised):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-    found = run.fit(Plateau, loaders=validated, max_epochs=3)
-    return found | {"lr": run.last.optimizers[0].param_groups[0]["lr"]}
 
 
 @fits("an iterator in the step: `training_step(self, dataloader_iter)`", names="dataloader_iter")

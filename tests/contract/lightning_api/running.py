@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import signal
 from typing import Any
 
 import torch
@@ -100,22 +99,6 @@ def twice(run: Run) -> dict[str, Any]:
     run.last.fit(module, **run.data(validated))
     logged = run.last.validate(module, run.data()["train_dataloaders"])
     return found | {"weights": plain(module.state_dict()), "logged": logged, "steps": run.last.global_step}
-
-
-@row("`trainer.save_checkpoint` after `fit`", columns=ALL)
-def after(run: Run) -> dict[str, Any]:
-    found = run.fit(Scheduled)
-    run.last.save_checkpoint(run.folder / "x.ckpt")
-    run.last.save_checkpoint(run.folder / "w.ckpt", weights_only=True)
-    saved = run.saved(run.folder / "x.ckpt")
-    return found | {"saved": saved, "weights only": run.saved(run.folder / "w.ckpt")}
-
-
-@row("`trainer.optimizers`, `lr_scheduler_configs` after `fit`", columns=ALL)
-def optimizers_after(run: Run) -> dict[str, Any]:
-    run.fit(Scheduled)
-    groups = [{k: g[k] for k in ("lr", "betas", "weight_decay")} for o in run.last.optimizers for g in o.param_groups]
-    return {"groups": groups, "schedulers": [c.scheduler.last_epoch for c in run.last.lr_scheduler_configs]}
 
 
 @row("`trainer.should_stop = True` on one rank", reference="ddp")
@@ -232,24 +215,6 @@ def missing(run: Run) -> dict[str, Any]:
     except (FileNotFoundError, ParalError) as error:
         return {"raised": isinstance(error, FileNotFoundError)}
     return {"raised": "nothing"}
-
-
-@row("`KeyboardInterrupt` in a step")
-def interrupted(run: Run) -> dict[str, Any]:
-    class Interrupting(Supervised):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        run.fit(Interrupting)
-        raised = "nothing"
-    except BaseException as error:
-        raised = type(error).__name__
-    finally:
-        signal.signal(signal.SIGINT, before)  # Lightning ignores it while it exits
-    return {"raised": raised, "state": (run.last.interrupted, run.last.global_step)}
 
 
 @row("default logger and checkpoints: where files lie, and resuming from them")

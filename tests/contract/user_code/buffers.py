@@ -17,13 +17,6 @@ row(
     loaders=validated,
     trainer={"max_epochs": 2},
 )(Normalized)
-row(
-    "buffers of BatchNorm, accumulating",
-    sentence="nn.BatchNorm1d with accumulate_grad_batches=2.",
-    reference="ddp",
-    loaders=validated,
-    trainer={"accumulate_grad_batches": 2},
-)(Normalized)
 
 
 @row("buffers of BatchNorm read in hooks", reference="ddp", loaders=validated, apart=("rank 1: seen",))
@@ -64,19 +57,6 @@ class Assigned(Supervised):
         features = self.backbone(inputs)
         self.mean = 0.9 * self.mean + 0.1 * self.batch_mean(features.detach())
         return nn.functional.mse_loss(self.head(features - self.mean), targets)
-
-
-@row("buffer written in place in the step", reference="ddp")
-class InPlace(Assigned):
-    """self.mean.mul_(0.9) and self.mean.data.add_(...) in training_step."""
-
-    def loss(self, batch: Any) -> Any:
-        inputs, targets = batch
-        features = self.backbone(inputs)
-        loss = nn.functional.mse_loss(self.head(features - self.mean), targets)
-        self.mean.mul_(0.9)
-        self.mean.data.add_(0.1 * features.detach().mean(dim=0))
-        return loss
 
 
 @row("buffer that counts steps")

@@ -46,16 +46,6 @@ class Forces(Skipping):
         self.log("forces", slopes.pow(2).mean(), sync_dist=True)
 
 
-@row("derivatives by inputs, for adversarial samples", names="autograd.grad")
-class Adversarial(Skipping):
-    """inputs + 0.1 * gradient.sign(), of a gradient by the inputs, then a second forward pass (FGSM)."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        inputs, targets = batch
-        _, slopes = self.slopes(inputs, create_graph=False)
-        return self.loss((inputs + 0.1 * slopes.sign(), targets))
-
-
 @row("derivatives by inputs, by backward()", loaders=validated, names="backward")
 class Backward(Skipping):
     """outputs.sum().backward() and inputs.grad in validation_step (saliency)."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from tests.contract.user_code.models import Supervised
@@ -79,14 +79,6 @@ class InTurns(Supervised):
         self.head.requires_grad_(batch_idx % 2 == 1)
 
 
-@row("freezing and unfreezing in turns, by AdamW", trainer=LONGER, names="took|got no gradient")
-class InTurnsByAdam(InTurns):
-    """requires_grad_ of backbone and head in turns, in on_train_batch_start, of an optimizer that counts steps."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 @row("unfreezing, optimizer.add_param_group", trainer=LONGER, names="backbone.stem")
 class AddedGroup(Unfrozen):
     """optimizer.add_param_group of the backbone as it is unfrozen."""
@@ -102,28 +94,10 @@ class AddedGroup(Unfrozen):
 
 row(
     "unfreezing by BackboneFinetuning",
-    sentence="BackboneFinetuning(unfreeze_backbone_at_epoch=1).",
+    sentence="BackboneFinetuning(unfreeze_backbone_at_epoch=1), a BaseFinetuning.",
     callbacks=lambda: [BackboneFinetuning(1, lambda epoch: 1.5, verbose=False)],
     trainer=LONGER,
     strategies=("paral_fsdp_offload",),
-    names="Finetuning",
-)(Supervised)
-
-
-class InStages(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.backbone.blocks)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch in (1, 2):
-            self.unfreeze_and_add_param_group(pl_module.backbone.blocks[epoch - 1], optimizer, lr=0.02)
-
-
-row(
-    "unfreezing in stages by BaseFinetuning",
-    sentence="A BaseFinetuning that adds a block per epoch.",
-    callbacks=lambda: [InStages()],
-    trainer=LONGER,
     names="Finetuning",
 )(Supervised)
 
@@ -193,13 +167,6 @@ class UsedEarly(UsedIn):
 
     used = (0, 1)
     optimizer = torch.optim.AdamW
-
-
-@row("parameters used now and then, by AdamW", names="spare")
-class UsedNowAndThen(UsedEarly):
-    """A layer that only the first and the last batch use, by AdamW with weight decay."""
-
-    used = (0, 3)
 
 
 @row("a layer added in on_fit_start")

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import grad_norm
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 
 from tests.contract.user_code.columns import RANKS
 from tests.contract.user_code.models import Manual, Supervised
@@ -22,25 +21,6 @@ class LoggedNorms(Supervised):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict(grad_norm(self, norm_type=2))
-
-
-@row("gradient norm by get_total_norm", names=GRAD)
-class GetTotal(Supervised):
-    """torch.nn.utils.get_total_norm of all gradients in on_before_optimizer_step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.append(float(get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))
-
-
-@row("gradient statistics read", names=GRAD)
-class ReadStatistics(Supervised):
-    """p.grad.abs().max(), .mean(), .isnan().any(), (p.grad == 0).sum() in on_before_optimizer_step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for p in self.parameters():
-            if p.grad is not None:
-                largest, mean = float(p.grad.abs().max()), float(p.grad.mean())
-                self.seen.append([largest, mean, bool(p.grad.isnan().any()), int((p.grad == 0).sum())])
 
 
 def read(module: Any) -> None:
@@ -66,22 +46,6 @@ for label, (place, said, options) in READ.items():
     add(label, f"{said} in {place}.", names=GRAD, **acting(Supervised, place, read), **options)
 
 
-class ReadingCallback(Callback):
-    def on_after_backward(self, trainer: Any, module: LightningModule) -> None:
-        read(module)
-
-    def on_before_zero_grad(self, trainer: Any, module: LightningModule, optimizer: Any) -> None:
-        read(module)
-
-
-row(
-    "gradients read in a callback",
-    sentence="p.grad.norm() in on_after_backward and on_before_zero_grad of a callback.",
-    callbacks=lambda: [ReadingCallback()],
-    names=GRAD,
-)(Supervised)
-
-
 @row("gradients clamped", names=GRAD)
 class Clamped(Supervised):
     """p.grad.clamp_(-0.05, 0.05) in on_before_optimizer_step."""
@@ -104,15 +68,6 @@ class Replaced(Supervised):
                 p.grad.data = p.grad.data / 2
 
 
-@row("gradients normalized", names=GRAD)
-class Normalized(Supervised):
-    """p.grad.div_(p.grad.norm() + 1e-6) in on_after_backward (normalized gradients)."""
-
-    def on_after_backward(self) -> None:
-        for p in self.parameters():
-            p.grad.div_(p.grad.norm() + 1e-2)
-
-
 @row("gradient rows set to zero", names=GRAD)
 class ZeroedRows(Supervised):
     """p.grad[0].zero_() and p.grad[:, 1] = 0 in on_after_backward (frozen rows of an embedding)."""
@@ -131,16 +86,6 @@ class SetToNone(Supervised):
             for p in self.backbone.blocks[0].parameters():
                 p.grad = None
             self.head.bias.grad = None
-
-
-@row("gradients skipped where not finite", names=GRAD)
-class SkipNotFinite(Supervised):
-    """self.zero_grad() in on_after_backward where a gradient is larger than allowed (skips a step)."""
-
-    def on_after_backward(self) -> None:
-        largest = max(float(p.grad.abs().max()) for p in self.parameters() if p.grad is not None)
-        if largest > 1.0:
-            self.zero_grad()
 
 
 def _norm(parameters: Any) -> Any:
@@ -164,23 +109,6 @@ class ClipGroups(Supervised):
             self.seen.append(float(_norm(group["params"])))
 
 
-@row("clip_grad_norm_ in on_before_optimizer_step", names=GRAD)
-class ClipInHook(Supervised):
-    """clip_grad_norm_ of a part of the parameters in on_before_optimizer_step."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.append(float(_norm(self.head.parameters())))
-        self.seen.append(float(_norm(self.backbone.blocks.parameters())))
-
-
-@row("clip_grad_value_ of self.parameters()", names=GRAD)
-class ClipValues(Supervised):
-    """clip_grad_value_(self.parameters(), ...) in configure_gradient_clipping."""
-
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        clip_grad_value_(self.parameters(), 0.05)
-
-
 @row("self.clip_gradients in configure_gradient_clipping")
 class ClipBySelf(Supervised):
     """self.clip_gradients(optimizer, ...) in configure_gradient_clipping, by a value that changes."""
@@ -195,11 +123,6 @@ BETWEEN: dict[str, tuple[str, Any]] = {
         lambda module, _: module.seen.append([float(p.grad.norm()) for p in module.parameters()]),
     ),
     "clip_grad_norm_": ("clip_grad_norm_(self.parameters(), ...)", lambda module, _: _norm(module.parameters())),
-    "clip_grad_norm_ of param_groups": (
-        "clip_grad_norm_ over optimizer.param_groups",
-        lambda module, optimizer: [_norm(group["params"]) for group in optimizer.param_groups],
-    ),
-    "gradients clamped": ("p.grad.clamp_", lambda module, _: [p.grad.clamp_(-0.05, 0.05) for p in module.parameters()]),
 }
 for label, (said, act) in BETWEEN.items():
     made = type("Acting", (Manual,), {"between": act})
@@ -218,15 +141,6 @@ class ManualAccumulation(Manual):
             optimizer.step()
             optimizer.zero_grad()
         return loss
-
-
-@row("gradient hook of a parameter, counting", names="register_hook")
-class CountingHook(Supervised):
-    """p.register_hook that counts its calls, in on_fit_start."""
-
-    def on_fit_start(self) -> None:
-        for p in [self.head.weight, self.backbone.blocks[1].layer.weight]:
-            p.register_hook(lambda grad: self.seen.append(1))
 
 
 @row("gradient hook of a parameter, masking", names="MaskingHook|register_hook")

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Block, Manual, Supervised
+from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Manual, Supervised
 from tests.contract.user_code.rows import add, row
+from tests.models.blocks import Adapter
 
 
 def changed(change: Any) -> type[Supervised]:
@@ -28,7 +29,6 @@ NORMS: dict[str, tuple[str, Any]] = {
         f"parametrizations.{name}": (f"parametrizations.{name} of layers", getattr(parametrizations, name))
         for name in ("weight_norm", "spectral_norm", "orthogonal")
     },
-    "the old weight_norm": ("weight_norm, by forward hooks", nn.utils.weight_norm),
     "the old spectral_norm": ("spectral_norm, by forward hooks", nn.utils.spectral_norm),
 }
 for name, (said, normalize) in NORMS.items():
@@ -38,18 +38,6 @@ for name, (said, normalize) in NORMS.items():
         changed(lambda m, f=normalize: [f(layer) for layer in (m.head, m.backbone.blocks[0].layer)]),
         reference="ddp" if "spectral" in name else "auto",
     )
-
-
-class Symmetric(nn.Module):
-    def forward(self, x: Any) -> Any:
-        return (x + x.T) / 2
-
-
-add(
-    "module with a parametrization of one's own",
-    "torch.nn.utils.parametrize.register_parametrization.",
-    changed(lambda m: nn.utils.parametrize.register_parametrization(m.backbone.blocks[1].layer, "weight", Symmetric())),
-)
 
 
 @row("module tied by functional use")
@@ -103,19 +91,6 @@ class LoggedWeights(Supervised):
         self.log("block", self.backbone.blocks[0].layer.weight.abs().sum())
 
 
-@row("module's weights read as numbers")
-class ReadNumbers(Supervised):
-    """p.shape, p.numel(), sum of them, .tolist(), .numpy(), p[0, 0].item(); in hooks."""
-
-    def on_train_start(self) -> None:
-        self.seen.append([sum(p.numel() for p in self.parameters()), [list(p.shape) for p in self.parameters()]])
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seen.append(self.head.weight.tolist())
-        self.seen.append(float(self.backbone.blocks[0].layer.weight.detach().cpu().numpy().sum()))
-        self.seen.append(self.head.weight[0, 0].item())
-
-
 @row("module's state_dict read in a hook")
 class ReadState(Supervised):
     """{k: v.cpu().clone() for k, v in self.state_dict().items()} in on_train_epoch_end; sums of it."""
@@ -164,17 +139,6 @@ class HiddenTeacher(Supervised):
             q.data.mul_(0.5).add_(0.5 * p.data)
 
 
-@row("module copied in on_fit_start", names="deepcopy")
-class CopiedInFitStart(HiddenTeacher):
-    """self.teacher = [copy.deepcopy(self.backbone)] in on_fit_start."""
-
-    def __init__(self) -> None:
-        Supervised.__init__(self)
-
-    def on_fit_start(self) -> None:
-        self.teacher = [copy.deepcopy(self.backbone).requires_grad_(False)]
-
-
 @row("module copied during the run", names="deepcopy")
 class CopiedInEpoch(Supervised):
     """copy.deepcopy(self) or of a part in on_train_epoch_end, its sum read (a snapshot of the best)."""
@@ -201,37 +165,19 @@ class Recurrent(Supervised):
         return super().forward(x) + self.head(state)
 
 
-class Lora(Supervised):
-    """Frozen layers with a low-rank path, alpha / r, replaced by setattr in __init__."""
+@row("module with LoRA merged and unmerged")
+class MergedLora(Supervised):
+    """base.weight.data += up @ down in on_train_epoch_end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backbone.requires_grad_(False)
         for block in self.backbone.blocks:
-            block.layer = LoraLinear(block.layer)
-
-
-class LoraLinear(nn.Module):
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.base = layer
-        self.a = nn.Parameter(torch.randn(2, layer.in_features) * 0.1)
-        self.b = nn.Parameter(torch.zeros(layer.out_features, 2))
-
-    def forward(self, x: Any) -> Any:
-        return self.base(x) + x @ self.a.T @ self.b.T
-
-
-@row("module with LoRA merged and unmerged")
-class MergedLora(Lora):
-    """base.weight.data += b @ a in on_validation_start, and -= in on_validation_end."""
-
-    def _merge(self, sign: int) -> None:
-        for block in self.backbone.blocks:
-            block.layer.base.weight.data += sign * (block.layer.b @ block.layer.a)
+            block.layer = Adapter(block.layer)
 
     def on_train_epoch_end(self) -> None:
-        self._merge(1)
+        for block in self.backbone.blocks:
+            block.layer.layer.weight.data += block.layer.up @ block.layer.down
 
 
 @row("module whose input is changed in place", names="InPlaceInput")
@@ -289,31 +235,6 @@ class BackwardHooks(Supervised):
         self.backbone.blocks[1].register_full_backward_hook(scale)
         self.head.register_full_backward_hook(scale)
         self.backbone.blocks[0].register_full_backward_pre_hook(lambda module, slopes: tuple(s * 2 for s in slopes))
-
-
-@row("module with a submodule called by another method", names="backbone.blocks.0")
-class OtherMethod(Supervised):
-    """A method other than forward of a submodule, and of the LightningModule itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = WithMethod()
-
-    def loss(self, batch: Any) -> Any:
-        inputs, targets = batch
-        return nn.functional.mse_loss(self.net.encode(self.backbone(inputs)) + self(inputs), targets)
-
-
-class WithMethod(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.out = nn.Linear(WIDTH, OUTPUTS)
-
-    def encode(self, x: Any) -> Any:
-        for block in self.blocks:
-            x = x + block.layer(x).tanh()
-        return self.out(x)
 
 
 @row("module called functionally", reference="ddp", names="[Ff]unctional")
@@ -387,21 +308,6 @@ class Contrastive(Supervised):
         first = self.all_gather(self.backbone(inputs), sync_grads=True).reshape(-1, WIDTH)
         second = self.all_gather(self.backbone(inputs * 0.9), sync_grads=True).reshape(-1, WIDTH)
         return nn.functional.cross_entropy(first @ second.T, torch.arange(len(first))) + super().loss(batch)
-
-
-@row("module in channels_last and with views of parameters")
-class Convolutional(Supervised):
-    """nn.Conv1d and nn.Conv2d, memory_format=torch.channels_last, GroupNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
-        self.norm = nn.GroupNorm(2, 4)
-        self.flat = nn.Linear(4 * FEATURES, OUTPUTS)
-
-    def forward(self, x: Any) -> Any:
-        images = self.norm(self.conv(x[:, None, None, :]))
-        return super().forward(x) + self.flat(images.flatten(1))
 
 
 @row("module with attention")

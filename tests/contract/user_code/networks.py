@@ -4,17 +4,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from tests.contract.user_code.columns import RANKS
-from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Block, Supervised, loader
+from tests.contract.user_code.models import FEATURES, OUTPUTS, WIDTH, Supervised, loader
 from tests.contract.user_code.rows import add, row
 from tests.contract.user_code.updates import OFFLOADED
-from tests.models.blocks import MODULES, Tied
+from tests.models.blocks import MODULES
 from tests.models.regression import samples
 from tests.models.several_optimizers import KINDS, Plain
-from tests.models.tokens import BatchStream, tokens
+from tests.models.tokens import tokens
 
 
 def of_tokens(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -30,12 +29,6 @@ PARALLEL = ("paral_dp", *(name for name in RANKS if name not in ("paral_pp", "pa
 for name, network in MODULES.items():
     add(f"network {name}", network.__doc__ or "", network, loaders=of_tokens, trainer={"gradient_clip_val": 0.5})
 
-
-def of_stream(rank: int, num_ranks: int) -> dict[str, Any]:
-    return {"train_dataloaders": DataLoader(BatchStream(5, num_ranks), batch_size=None)}
-
-
-add("network Tied, of whole batches", "DataLoader(dataset of batches, batch_size=None).", Tied, loaders=of_stream)
 
 for name, several in KINDS.items():
     sentence = " ".join((several.__doc__ or "").split())
@@ -122,28 +115,6 @@ class Filters(Supervised):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-@row("initial values set in configure_model")
-class BuiltLate(Supervised):
-    """nn.init, bias.data.fill_, weight.mul_ under no_grad, apply, and tying, in configure_model."""
-
-    def configure_model(self) -> None:
-        if hasattr(self, "late"):
-            return
-        self.late = nn.ModuleList(Block() for _ in range(3))
-        nn.init.xavier_uniform_(self.late[0].layer.weight)
-        self.late[0].layer.bias.data.fill_(0.1)
-        with torch.no_grad():
-            self.late[1].layer.weight.mul_(2.0)
-        self.late[2].layer.weight = self.late[1].layer.weight
-        self.late.apply(lambda part: part.bias.data.add_(0.05) if isinstance(part, nn.Linear) else None)
-
-    def forward(self, x: Any) -> Any:
-        x = self.backbone(x)
-        for block in self.late:
-            x = block(x)
-        return self.head(x)
-
-
 @row(
     "trained buffer",
     names="trains the buffer codes",
@@ -223,15 +194,3 @@ for precision, tolerance, only in (
         tolerance=tolerance,
         only=only,
     )
-
-
-@row("batch normalization over ranks", trainer={"sync_batchnorm": True}, names="sync_batchnorm")
-class Synchronized(Supervised):
-    """nn.BatchNorm1d and Trainer(sync_batchnorm=True), without CUDA."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(OUTPUTS)
-
-    def forward(self, x: Any) -> Any:
-        return self.norm(super().forward(x))

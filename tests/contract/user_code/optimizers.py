@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -56,13 +56,11 @@ add_optimizer("AdamW(fused=True)", adamw_variant(fused=True))
 add_optimizer("AdamW(lr=tensor)", lambda module: torch.optim.AdamW(module.parameters(), lr=torch.tensor(1e-2)))
 
 
-class OfOnesOwn(Optimizer):
-    """Updates each parameter by itself."""
-
-    more: ClassVar[dict[str, Any]] = {}
+class Lion(Optimizer):
+    """Elementwise: the sign of an interpolation (the usual implementation of lucidrains)."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr} | self.more)
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.01})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -71,27 +69,13 @@ class OfOnesOwn(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            first, second = group["betas"]
             for p in filter(lambda p: p.grad is not None, group["params"]):
-                self.update(p, self.state[p], group)
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(average.clone().mul_(first).add(p.grad, alpha=1 - first).sign_(), alpha=-group["lr"])
+                average.mul_(second).add_(p.grad, alpha=1 - second)
         return loss
-
-    def update(self, p: Any, state: Any, group: Any) -> None:
-        raise NotImplementedError
-
-
-class Lion(OfOnesOwn):
-    """Elementwise: the sign of an interpolation (the usual implementation of lucidrains)."""
-
-    more: ClassVar = {"betas": (0.9, 0.99), "weight_decay": 0.01}
-
-    def update(self, p: Any, state: Any, group: Any) -> None:
-        first, second = group["betas"]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(p)
-        p.data.mul_(1 - group["lr"] * group["weight_decay"])
-        change = state["exp_avg"].clone().mul_(first).add(p.grad, alpha=1 - first).sign_()
-        p.add_(change, alpha=-group["lr"])
-        state["exp_avg"].mul_(second).add_(p.grad, alpha=1 - second)
 
 
 class Lamb(torch.optim.AdamW):
@@ -111,24 +95,7 @@ class Lamb(torch.optim.AdamW):
         return loss
 
 
-class RowScaled(OfOnesOwn):
-    """Adafactor's idea by hand: second moments of rows and columns of matrices."""
-
-    def update(self, p: Any, state: Any, group: Any) -> None:
-        square = p.grad.square() + 1e-8
-        if p.dim() > 1:
-            if not state:
-                state["row"], state["column"] = torch.zeros_like(square[:, 0]), torch.zeros_like(square[0])
-            state["row"].lerp_(square.mean(dim=1), 0.5)
-            state["column"].lerp_(square.mean(dim=0), 0.5)
-            scale = state["row"][:, None] * state["column"][None] / state["row"].mean()
-        else:
-            state["whole"] = state.get("whole", torch.zeros_like(square)).lerp(square, 0.5)
-            scale = state["whole"]
-        p.add_(p.grad / scale.sqrt(), alpha=-group["lr"])
-
-
-for custom in (Lion, Lamb, RowScaled):
+for custom in (Lion, Lamb):
     doc = " ".join((custom.__doc__ or "").split())
     add(
         f"optimizer of one's own, {custom.__name__}",
@@ -149,21 +116,6 @@ def layerwise(module: Any) -> Any:
 add("optimizer group for every parameter", "A learning rate per layer, a group each.", optimized(layerwise))
 
 
-def adagrad(module: Any) -> Any:
-    groups = [
-        {"params": module.backbone.parameters(), "lr": 0.05, "initial_accumulator_value": 0.1},
-        {"params": module.head.parameters(), "weight_decay": 0.2},
-    ]
-    optimizer = torch.optim.Adagrad(groups, lr=0.02, initial_accumulator_value=0.1)
-    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), "interval": "step"}]
-
-
-add(
-    "optimizer groups by Adagrad",
-    "Adagrad with options of two groups, and a scheduler.",
-    optimized(adagrad),
-    names="Adagrad",
-)
 add(
     "optimizer with named_parameters",
     "torch.optim.AdamW(self.named_parameters()).",
@@ -236,27 +188,3 @@ class ReadState(Supervised):
     def on_train_batch_end(self, *args: Any) -> None:
         state = self.optimizers().state
         self.seen.append([float(state[p]["exp_avg"].norm()) for p in self.parameters()])
-
-
-@row("optimizer state cleared in a hook", names=r"optimizer\.state")
-class ClearedState(Supervised):
-    """optimizer.state.clear() (a restart), as collections.defaultdict(dict), in on_train_batch_end."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_step == 2:
-            self.optimizers().state.clear()
-
-
-@row("optimizer param_groups hold the parameters")
-class SameParameters(Supervised):
-    """The ids, shapes and number of what optimizer.param_groups hold, compared with self.parameters()."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        held = [p for group in self.optimizers().param_groups for p in group["params"]]
-        self.seen.append(
-            [
-                len(held),
-                sum(p.numel() for p in held),
-                all(p is q for p, q in zip(held, self.parameters(), strict=False)),
-            ]
-        )

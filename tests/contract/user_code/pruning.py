@@ -1,7 +1,5 @@
 """Rows about pruning with Lightning's callback and torch.nn.utils.prune."""
 
-from typing import Any
-
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.nn.utils import prune
@@ -9,31 +7,14 @@ from torch.nn.utils import prune
 from tests.contract.user_code.models import Supervised
 from tests.contract.user_code.rows import add, row
 
-
-def pruning(**options: Any) -> Any:
-    def make() -> list[Any]:
-        return [ModelPruning(**({"pruning_fn": "l1_unstructured", "amount": 0.3} | options))]
-
-    return make
-
-
-OF_WEIGHTS = {"parameter_names": ["weight"], "use_global_unstructured": False}
-MODEL_PRUNING: dict[str, tuple[str, dict[str, Any]]] = {
-    "": ("'l1_unstructured', amount=0.3", {}),
-    ", structured": (
-        "'ln_structured', pruning_dim=0, pruning_norm=2",
-        {"pruning_fn": "ln_structured", "pruning_dim": 0, "pruning_norm": 2} | OF_WEIGHTS,
-    ),
-}
-for kind, (said, options) in MODEL_PRUNING.items():
-    add(
-        f"pruning by ModelPruning{kind}",
-        f"ModelPruning({said}).",
-        Supervised,
-        callbacks=pruning(**options),
-        trainer={"max_epochs": 2},
-        names="weight_orig",
-    )
+add(
+    "pruning by ModelPruning",
+    "ModelPruning('l1_unstructured', amount=0.3).",
+    Supervised,
+    callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.3)],
+    trainer={"max_epochs": 2},
+    names="weight_orig",
+)
 
 
 @row("pruning in __init__")

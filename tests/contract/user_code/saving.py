@@ -131,18 +131,3 @@ class Hooked(Supervised):
     def _before(module: Any, state: Any, prefix: str, *args: Any) -> None:
         if prefix + "kernel" in state:
             state[prefix + "weight"] = state.pop(prefix + "kernel")
-
-
-@row("saving, a buffer that is lost", resumed=True)
-class Lost(Supervised):
-    """A buffer that is not persistent, made anew in on_fit_start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(3), persistent=False)
-
-    def on_fit_start(self) -> None:
-        self.scale = torch.full((3,), 0.5)
-
-    def forward(self, x: Any) -> Any:
-        return super().forward(x) * self.scale

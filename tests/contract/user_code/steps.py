@@ -24,13 +24,6 @@ def add_step(label: str, sentence: str, act: Act, **options: Any) -> None:
     add(f"step by hand, {label}", sentence, type("ByHand", (Manual,), {"training_step": training_step}), **options)
 
 
-def by_torch_optimizer(module: Any, batch: Any) -> None:
-    optimizer = module.optimizers(use_pl_optimizer=False)
-    optimizer.zero_grad()
-    module.manual_backward(module.loss(batch))
-    optimizer.step()
-
-
 def by_trainer(module: Any, batch: Any) -> None:
     optimizer = module.trainer.optimizers[0]
     optimizer.zero_grad()
@@ -69,7 +62,6 @@ def without_zero_grad(module: Any, batch: Any) -> None:
     module.optimizers().step()
 
 
-add_step("use_pl_optimizer=False", "self.optimizers(use_pl_optimizer=False).step().", by_torch_optimizer, names=GRAD)
 add_step(
     "trainer.optimizers",
     "self.trainer.optimizers[0].step().",
@@ -104,17 +96,6 @@ class BackwardInHook(Again):
         self.loss(self.batch).backward()
 
 
-@row("loss.backward() and an optimizer of one's own in a hook", names=f"{GRAD}|{BACKWARD}")
-class OwnOptimizer(Again):
-    """torch.optim.SGD created, zeroed and stepped in on_train_batch_end."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        own = torch.optim.SGD(self.parameters(), lr=0.1)
-        own.zero_grad()
-        self.loss(self.batch).backward()
-        own.step()
-
-
 @row("loss.backward() for saliency in a hook", names=BACKWARD)
 class SaliencyInHook(Again):
     """loss.backward() and self.zero_grad() in on_train_batch_end."""
@@ -122,31 +103,6 @@ class SaliencyInHook(Again):
     def on_train_batch_end(self, *args: Any) -> None:
         self.loss(self.batch).backward()
         self.zero_grad()
-
-
-class NeedsClosure(torch.optim.SGD):
-    """Its `step` requires a closure and has a further argument."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any], factor: float = 1.0) -> Any:  # type: ignore[override]
-        with torch.enable_grad():
-            loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-factor * group["lr"])
-        return loss
-
-
-@row("optimizer_step, an argument of step", names="may not be elementwise")
-class WithArgument(Supervised):
-    """optimizer.step(closure, factor=...) of an optimizer that requires a closure."""
-
-    def configure_optimizers(self) -> Any:
-        return NeedsClosure(self.parameters(), lr=0.02)
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(optimizer_closure, factor=1.0 + batch_idx)
 
 
 @row("optimizer_zero_grad, never", names="not zeroed")

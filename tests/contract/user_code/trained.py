@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.contract.user_code.models import Momentum, Supervised
+from tests.contract.user_code.models import Supervised
 from tests.contract.user_code.places import PLACES, acting
 from tests.contract.user_code.rows import add, row
 
@@ -39,14 +39,6 @@ def vector(module: Any) -> None:
         vector_to_parameters(values * 0.9, module.parameters())
 
 
-def noise(module: Any) -> None:
-    """p.add_(torch.randn(p.shape, generator=g)) under no_grad, the same generator on all ranks"""
-    generator = torch.Generator().manual_seed(module.global_step)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(0.01 * torch.randn(p.shape, generator=generator))
-
-
 def rewind(module: Any) -> None:
     """load_state_dict of a copy kept at the start (lottery ticket, Reptile, SAM's restore)"""
     if not hasattr(module, "kept"):
@@ -60,7 +52,6 @@ ACTS = {
     "divided by norms": max_norm,
     "reset in a layer": reset_layer,
     "set from a vector": vector,
-    "disturbed": noise,
     "rewound": rewind,
 }
 THOROUGHLY = {
@@ -98,24 +89,3 @@ class SetInFitStart(Supervised):
     def configure_optimizers(self) -> Any:
         self.head.weight.data = self.head.weight.data * 0.5
         return super().configure_optimizers()
-
-
-@row("trained through aliases and groups", names="shared memory")
-class Aliased(Momentum):
-    """q.data and q.detach() of a frozen copy, kept since the first step, and group["params"], written in hooks."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if not batch_idx:
-            self.aliases = [self.target.stem.weight.data, self.target.blocks[0].layer.bias.detach()]
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        with torch.no_grad():
-            self.head.weight[0, :3] = 0.0
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        for alias in self.aliases:
-            alias.mul_(0.8).add_(0.1)
-        for group in self.optimizers().param_groups:
-            for parameter in group["params"]:
-                parameter.data.clamp_(-0.3, 0.3)
-        self.head.bias.data = self.head.bias.data - self.head.bias.data.mean()

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.contract.user_code.models import Momentum, validated
@@ -46,51 +45,12 @@ def load(module: Any) -> None:
 
 
 @torch.no_grad()
-def foreach(module: Any) -> None:
-    """torch._foreach_lerp_(targets, onlines, 1 - m)"""
-    torch._foreach_lerp_(list(module.target.parameters()), list(module.backbone.parameters()), 1 - DECAY)
-
-
-def by_index(module: Any) -> None:
-    """q.data[0] = 3.0, q.data[[1, -1]] = 0.5, q.data[q.data > 0.3] = 0.25, q.data[1:3].mul_(2)"""
-    for q in module.target.parameters():
-        if q.dim():
-            q.data[0] = 3.0
-            q.data[[1, -1]] = 0.5
-            q.data[q.data > 0.3] = 0.25
-            q.data[-1].zero_()
-            q.data[1:3].mul_(2)
-    module.target.stem.weight.data[1, 2] = 7.0
-
-
-@torch.no_grad()
 def whole(module: Any) -> None:
     """q.copy_(values), load_state_dict(values), q.data = values, of new tensors"""
     for q in module.target.parameters():
         q.copy_(torch.arange(1.0, 1.0 + q.numel()).view(q.shape) / 10)
     module.target.load_state_dict({k: torch.full(v.shape, 0.1) for k, v in module.target.state_dict().items()})
     module.target.stem.bias.data = torch.arange(7.0) / 10
-
-
-@torch.no_grad()
-def initialise(module: Any) -> None:
-    """nn.init of parameters, q.normal_(), q.add_(torch.randn_like(q)), target.apply(reset)"""
-    torch.manual_seed(5)
-    target = module.target
-    for q in target.parameters():
-        q.normal_().add_(torch.randn_like(q)).add_(torch.rand_like(q)).add_(torch.empty_like(q).exponential_())
-    for q in (target.stem.weight, target.blocks[0].layer.weight):
-        nn.init.kaiming_uniform_(q)
-        nn.init.trunc_normal_(q.data)
-        q.add_(nn.init.eye_(torch.empty_like(q)))
-    nn.init.orthogonal_(target.stem.weight)
-    target.blocks[1].apply(reset)
-
-
-def reset(part: Any) -> None:
-    if isinstance(part, nn.Linear):
-        nn.init.xavier_uniform_(part.weight)
-        nn.init.zeros_(part.bias)
 
 
 def in_turns(module: Any) -> None:
@@ -111,12 +71,10 @@ KINDS = {
     "lerped": lerp,
     "copied over state_dict": copy_states,
     "loaded": load,
-    "by torch._foreach": foreach,
-    "by index": by_index,
     "set as a whole": whole,
 }
 THOROUGHLY = {
-    "training_step": {"names": r"blocks\.0|_foreach_lerp"},
+    "training_step": {"names": r"blocks\.0"},
     "on_train_batch_end": {"resumed": True, "strategies": ("paral_zero3_whole",)},
 }
 """The place where every kind of update is tried by itself."""
@@ -210,23 +168,12 @@ def share(module: Any) -> None:
     module.target.stem.weight.data = module.backbone.stem.weight.data
 
 
-def multiply(module: Any) -> None:
-    """q.data.addmm_(a, b) of new tensors"""
-    module.target.stem.weight.data.addmm_(torch.ones(7, 5), torch.ones(5, 5))
-
-
-add(
-    "target initialised in on_train_batch_end",
-    f"`{initialise.__doc__}` of a frozen copy, in on_train_batch_end.",
-    **acting(Momentum, "on_train_batch_end", initialise),
-)
 DIVIDED = ("paral_fsdp", "paral_zero1", "paral_zero2", "paral_zero3", "paral_tp")
 """The strategies that say so. Under the others, torch fails at the next use."""
 SHARDED = ("paral_fsdp", "paral_tp")
 add_refused("another dtype", halve, only=DIVIDED)
 add_refused("another shape", reshape, only=DIVIDED)
 add_refused("the online network's data", share, "training_step", only=SHARDED)
-add_refused("a product of whole tensors", multiply, names="full_tensor|copy_", only=SHARDED)
 add(
     "target multiplied in training_step, bf16-mixed",
     f"`{multiply_and_add.__doc__}` of a frozen copy, in training_step, with autocast.",

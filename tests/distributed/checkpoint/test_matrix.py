@@ -70,8 +70,7 @@ def saved(checks: Callable[[bool], Checks]) -> Callable[[str, bool], CheckRow]:
 
 
 def operators_of(*cases: StrategyCase) -> list[pytest.MarkDecorator]:
-    names = {name for case in cases for name in case.operators}
-    return [pytest.mark.deepspeed_operators(*names)] if names else []
+    return [pytest.mark.deepspeed_operators] if any(case.needs_operators for case in cases) else []
 
 
 def parameters() -> list[Any]:

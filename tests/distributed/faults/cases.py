@@ -2,37 +2,10 @@
 
 from dataclasses import asdict, dataclass
 
-FAULTS = {
-    "exception": "the rank raises an error",
-    "exit_0": "the rank calls sys.exit(0)",
-    "exit_3": "the rank calls sys.exit(3)",
-    "sigkill": "the rank is killed, as by the kernel when memory is full",
-    "sigsegv": "C code of the rank follows a null pointer",
-    "os_exit_0": "the rank calls os._exit(0)",
-    "os_exit_1": "the rank calls os._exit(1)",
-    "ctrl_c": "the terminal sends SIGINT to its foreground processes",
-    "others_sleep": "the rank raises an error while the others are in time.sleep",
-    "others_in_c": "the rank raises an error while the others are in C code that does not return",
-    "launcher_killed": "the process that started the ranks is killed: rank 0, or torchrun's agent",
-}
-STAGES = {
-    "import": "the script, before the Trainer exists",
-    "configure_model": "LightningModule.configure_model",
-    "setup": "LightningModule.setup",
-    "step": "training_step",
-    "backward": "an autograd function",
-    "optimizer": "on_before_optimizer_step",
-    "validation": "validation_step",
-    "loader": "a worker process of the loader",
-    "on_save_checkpoint": "LightningModule.on_save_checkpoint",
-    "save": "pickling what on_save_checkpoint returned, while the file is written",
-    "teardown": "LightningModule.teardown",
-}
-
 
 @dataclass(frozen=True, order=True)
 class Case:
-    """One run and its fault."""
+    """One run and its fault, which `failing.py` has at a stage of the run."""
 
     strategy: str
     launcher: str
@@ -80,4 +53,8 @@ CASES = (
     Case("paral_fsdp", "python", "sigkill", "save", 0),
     Case("paral_ddp", "python", "exception", "step", 2, ranks=3),
 )
-"""Each fault and each stage at least once."""
+"""Each fault and each stage at least once.
+
+Two faults come from outside of the rank: the terminal sends SIGINT (`ctrl_c`), and the process that started the ranks,
+rank 0 or torchrun's agent, is killed (`launcher_killed`).
+"""

@@ -43,8 +43,6 @@ class Result:
     """Whether the rank reached its fault."""
     shown: bool
     """Whether the output has the cause: the error and its line of code, or which rank ended and how."""
-    at_end: bool
-    """Whether the cause is among the last lines."""
     times: int
     """How often the ranks printed the traceback, not counting torchrun's summary."""
     seconds: float
@@ -64,7 +62,6 @@ class Result:
         ends_by_itself = case.fault == "os_exit_0" and case.rank == 0 and case.launcher == "python"
         found = {
             "cause not shown": not self.shown,
-            "cause not at the end": self.shown and not self.at_end,
             f"traceback {self.times} times": self.shown and case.has_traceback and self.times != 1,
             f"{self.seconds:.1f} s": self.seconds > seconds,
             f"{self.orphans} orphans": self.orphans > 0,
@@ -90,7 +87,6 @@ def run(case: Case) -> Result:
         case=case,
         has_failed=failed is not None,
         shown=_shows(case, printed),
-        at_end=_shows(case, _last_lines(case, printed), is_end=True),
         times=count_tracebacks(printed),
         seconds=round(ended - failed, 2) if failed is not None else 0.0,
         orphans=orphans,
@@ -192,15 +188,15 @@ _NAMES = {
 }
 
 
-def _shows(case: Case, printed: str, is_end: bool = False) -> bool:
-    """Return whether `printed` has the cause; at the end the message is enough, without the line of code."""
+def _shows(case: Case, printed: str) -> bool:
+    """Return whether `printed` has the cause, and the line of code that raised it."""
     if case.fault == "ctrl_c":
         return re.search(r"KeyboardInterrupt|SIGINT|[Ii]nterrupted by|signal:? 2\b", printed) is not None
     if case.stage == "loader" and case.fault == "sigkill":
         return re.search(r"DataLoader worker .*(killed|exited)", printed) is not None
     if case.has_traceback:
         message = f"TypoError: the typo of rank {case.rank}"
-        return message in printed and (is_end or "raise TypoError(f" in printed)
+        return message in printed and "raise TypoError(f" in printed
     if case.fault == "launcher_killed":
         rank = r"[Rr]ank 0|process that (started|launched)|[Ll]auncher|torchrun"
     else:

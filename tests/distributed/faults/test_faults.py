@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.distributed.faults.cases import CASES, FAULTS, STAGES, Case
+from tests.distributed.faults.cases import CASES, Case
 from tests.distributed.faults.runs import Result, count_tracebacks, run, stopping
 
 SECONDS = 30
@@ -26,13 +26,7 @@ def results() -> Iterator[dict[Case, "Future[Result]"]]:
 def test_end_of_a_run_with_a_fault(results: dict[Case, "Future[Result]"], case: Case) -> None:
     result = results[case].result(timeout=600)
 
-    assert set(result.faults(SECONDS)) <= {"cause not at the end"}, result.output
-
-
-def test_cases_have_every_fault_and_stage_under_both_launchers() -> None:
-    assert {case.fault for case in CASES} == set(FAULTS)
-    assert {case.stage for case in CASES} == set(STAGES)
-    assert {case.launcher for case in CASES} == {"python", "torchrun"}
+    assert not result.faults(SECONDS), result.output
 
 
 def test_traceback_that_a_rank_prints_counts_each_time_but_not_one_that_a_message_quotes() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_paral import ConfigurationError, ParalPipelineStrategy, RankFailedError
+from tests.models.chain import Losses
 from tests.running import quiet_trainer
 
 VOCABULARY = 128
@@ -70,14 +71,6 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
-        self.values.append(float(outputs["loss"]))
 
 
 def fit_language_model(world_size: int, make: Callable[[], Any], strategy: Any, *more: Callback) -> Fitted:

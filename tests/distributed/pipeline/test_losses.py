@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_paral import ConfigurationError, ParalDDPStrategy, ParalPipelineStrategy
-from tests.models.chain import WIDTH, Block
+from tests.models.chain import WIDTH, Block, Losses
 from tests.running import assert_same_fit, quiet_trainer
 
 TOKENS = 12
@@ -107,14 +107,6 @@ class Remembers(Padded):
         for block in self.blocks:
             embedded = block(embedded)
         return self.out(embedded)
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
-        self.values.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
 
 
 def fit(

@@ -21,6 +21,7 @@ from tests.models.chain import (
     WIDTH,
     Block,
     Chain,
+    Losses,
     fit_chain,
     loader,
 )
@@ -281,22 +282,16 @@ def test_failure_of_a_stage_ends_all(number: int) -> None:
 def shapes_of(world_size: int) -> list[float]:
     """Fit on batches whose sizes change, of which some have fewer samples than there are micro-batches."""
     torch.manual_seed(3)
-    module = Chain()
-    losses: list[float] = []
-
-    class Keep(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
-            losses.append(float(outputs["loss"]))
-
+    module, losses = Chain(), Losses()
     generator = torch.Generator().manual_seed(1)
     batches = [
         (torch.randn(size, FEATURES, generator=generator), torch.randn(size, 3, generator=generator))
         for size in (12, 5, 1, 9, 3)
     ]
     strategy: Any = "auto" if world_size == 1 else "paral_pp"
-    trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=1, callbacks=[Keep()])
+    trainer = quiet_trainer(devices=world_size, strategy=strategy, max_epochs=1, callbacks=[losses])
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return losses
+    return losses.values
 
 
 def test_batches_of_any_size_give_the_losses_of_one_process(on_ranks) -> None:

@@ -43,21 +43,6 @@ class HasDTensor(Chain):
         self.scale = nn.Parameter(distribute_tensor(self.scale.detach(), mesh, [Replicate()]))
 
 
-class KeepsLoss(Chain):
-    """The first block keeps an auxiliary loss, which has an initial value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].auxiliary = torch.zeros(())
-        self.blocks[0].register_forward_hook(self._keep)
-
-    def _keep(self, block: Any, inputs: Any, output: Tensor) -> None:
-        block.auxiliary = output.square().mean()
-
-    def _loss(self, batch: Any) -> Tensor:
-        return super()._loss(batch) + 0.1 * self.blocks[0].auxiliary
-
-
 class KeepsNumber(Chain):
     """A block keeps a number, which weighs the loss."""
 
@@ -128,26 +113,6 @@ def _ignoring_parts(forward: Callable[..., Tensor], *args: Any, parts: Any) -> T
     return forward(*args)
 
 
-class RegistersHook(Chain):
-    """Clips the gradient of a parameter in a hook, which the step registers."""
-
-    def _loss(self, batch: Any) -> Tensor:
-        self.shift.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # type: ignore[no-untyped-call]
-        return super()._loss(batch)
-
-
-class Derives(Chain):
-    """Has a penalty on the derivative by what the blocks get, except for the first."""
-
-    def _loss(self, batch: Any) -> Tensor:
-        shift = torch.zeros(len(batch[0]), 1, requires_grad=True)
-        hidden = self.blocks[0](self.first(batch[0]))
-        for block in self.blocks[1:]:
-            hidden = block(hidden, shift)
-        (gradient,) = torch.autograd.grad(hidden.sum(), shift, create_graph=True)
-        return gradient.square().mean()
-
-
 class SumsSmall(Chain):
     """Has a small loss, which is a sum."""
 
@@ -163,25 +128,12 @@ class ChangesGradients(Chain):
         self.change = change
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.change == "zero":
-            self.optimizers().zero_grad(set_to_none=False)  # type: ignore[union-attr]
         loss = self._loss(batch)
         if self.change == "add":
             self.scale.square().backward()
         if self.change == "multiply" and self.scale.grad is not None:
             self.scale.grad.mul_(2.0)
         return loss
-
-
-class UsesFirst(Chain):
-    """The third of four blocks also uses what the first has returned, as in a U-Net."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        kept = hidden = self.blocks[0](hidden)
-        for block in self.blocks[1:]:
-            hidden = block(hidden, kept)
-        return self.out(hidden)
 
 
 INSIDE = "uses a value from inside of a unit"
@@ -211,8 +163,6 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (KeepsLoss, {}, INSIDE),
-        (KeepsLoss, {"micro_batches": 1}, INSIDE),
         (KeepsNumber, {}, INSIDE),
         (
             partial(KeepsNumber, 1),  # of the last stage, but of another part than the end of the step
@@ -224,18 +174,9 @@ def refusal(make: Callable[[], Any], options: dict[str, Any], world_size: int, t
         (CollectsInput, {}, INSIDE),
         (partial(Gathers, list), {}, INSIDE),
         (partial(Gathers, dict), {"micro_batches": 1}, INSIDE),
-        (RegistersHook, {}, "shift has a hook"),
-        (Derives, {}, "The code of a step computes gradients itself"),
         (SumsSmall, {}, "is not a mean over samples"),
-        (partial(ChangesGradients, "zero"), {}, "changes the gradient of"),
         (partial(ChangesGradients, "add"), {}, "changes the gradient of"),
         (partial(ChangesGradients, "multiply"), {}, "changes the gradient of"),
-        (UsesFirst, {}, "is NaN on the first samples, and blocks.2 is the first to return NaN"),
-        (
-            UsesFirst,
-            {"schedule": "interleaved"},
-            "is NaN on the first samples, and blocks.2 is the first to return NaN",
-        ),
         (EndsAtOnce, {}, "training_step ended without calling blocks.1"),
         (HasDTensor, {}, "scale is a DTensor already"),
         (Chain, {"balance": [2, 3]}, "Its numbers must add up to 4"),

@@ -4,12 +4,12 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_paral import ConfigurationError, ParalPipelineStrategy
 from lightning_paral.planning.layout import Layout
 from tests.distributed.pipeline.test_hugging_face import ENDS, LanguageModel, fit_language_model
+from tests.distributed.tensor.test_refusals import DependsOnTheRank
 from tests.models.chain import Result, assert_equal_to, fit_chain, result_of_fit
 from tests.models.split_layers import PLAN, Block, SplitLayers
 
@@ -77,11 +77,6 @@ def test_llama_equals_one_process(on_ranks, tied: bool) -> None:
 
 
 # Refusals
-
-
-class DependsOnTheRank(SplitLayers):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * (1.0 + 0.1 * dist.get_rank())) if dist.is_initialized() else super().forward(x)
 
 
 def error_of(module: Any, options: dict[str, Any]) -> str:

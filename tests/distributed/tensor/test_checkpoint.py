@@ -30,22 +30,13 @@ MIXED = ["2 tensor ranks", "2 shards x 2 tensor ranks", STAGES]
 ZERO = "paral_zero3"
 
 
-class AllTrained(SplitLayers):
-    """ZeRO refuses parameters that a backward pass gives no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.never.requires_grad_(False)
-
-
 @pytest.fixture(scope="module")
-def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Resuming:
-    return Resuming(SplitLayers, LAYOUTS, rank_pool, tmp_path_factory.mktemp("saved"))
-
-
-@pytest.fixture(scope="module")
-def resuming_all_trained(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Resuming:
-    return Resuming(AllTrained, LAYOUTS, rank_pool, tmp_path_factory.mktemp("saved_all_trained"))
+def resuming(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Resuming]:
+    """By whether all parameters are trained."""
+    return {
+        each: Resuming(SplitLayers, LAYOUTS, rank_pool, tmp_path_factory.mktemp("saved"), each)
+        for each in (False, True)
+    }
 
 
 @pytest.mark.parametrize(
@@ -64,17 +55,16 @@ def resuming_all_trained(rank_pool: RankPool, tmp_path_factory: pytest.TempPathF
     ),
 )
 def test_resumed_run_equals_the_uninterrupted_one(
-    resuming: Resuming, resuming_all_trained: Resuming, target: str, sources: list[str]
+    resuming: dict[bool, Resuming], target: str, sources: list[str]
 ) -> None:
-    runs = resuming_all_trained if ZERO in (target, *sources) else resuming
-    runs.assert_resumed_equals_uninterrupted(target, sources)
+    resuming[ZERO in (target, *sources)].assert_resumed_equals_uninterrupted(target, sources)
 
 
-def test_checkpoint_is_the_one_of_one_process(resuming: Resuming) -> None:
-    resuming.assert_contents_equal("one process", SPLIT)
+def test_checkpoint_is_the_one_of_one_process(resuming: dict[bool, Resuming]) -> None:
+    resuming[False].assert_contents_equal("one process", SPLIT)
 
 
-def test_module_loads_from_checkpoint(resuming: Resuming) -> None:
-    module = SplitLayers.load_from_checkpoint(resuming.path("2 shards x 2 tensor ranks"))
+def test_module_loads_from_checkpoint(resuming: dict[bool, Resuming]) -> None:
+    module = SplitLayers.load_from_checkpoint(resuming[False].path("2 shards x 2 tensor ranks"))
 
     assert module.blocks[0].up.weight.shape == (16, 8)

@@ -207,7 +207,7 @@ def test_files_of_a_killed_rank_are_removed_when_another_exits(tmp_path: Path) -
     assert [folder.name for folder in tmp_path.iterdir()] == ["paral_zero_second"]
 
 
-@pytest.mark.deepspeed_operators("async_io")
+@pytest.mark.deepspeed_operators
 @pytest.mark.parametrize(
     ("frozen", "message"), [(False, r"hidden\.weight has 160000 elements"), (True, r"hidden\.weight is frozen")]
 )

@@ -3,7 +3,6 @@
 import pickle
 import signal
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -33,22 +32,6 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_first_record_counts_for_all_ranks() -> None:
-    store = dist.HashStore()
-    ranks = [FirstFailure(store, rank, 3) for rank in range(3)]
-    second = failure_of(raised(ValueError("my\nbug")), 1, "training batch 3 of epoch 0")
-    late = failure_of(raised(KeyError("late")), 0, "teardown")
-
-    assert ranks[2].check() is None
-    assert ranks[1].report(second) == second
-    assert ranks[0].report(late) == second
-    assert ranks[2].check() == second
-    assert [rank.is_own for rank in ranks] == [False, True, False]
-    assert str(second).startswith("rank 1 (")
-    assert str(second).endswith(") failed in training batch 3 of epoch 0: ValueError: my bug")
-    assert "in raised\n" in second.traceback
-
-
 def test_failure_names_the_error_of_a_loader_worker_without_its_traceback() -> None:
     message = (
         "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
@@ -76,20 +59,6 @@ def test_without_a_store_a_rank_keeps_its_own_record() -> None:
     assert first.report(died) == died
     assert str(died) == "rank 0 died: its process ended without an exception"
     assert not first.agree("step", "7")
-
-
-def test_the_error_is_printed_once_and_before_the_lines_of_the_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    store = dist.HashStore()
-    failed, other = (FirstFailure(store, rank, 2) for rank in range(2))
-    failed.report(failure_of(raised(ValueError("my bug")), 0, "setup"))
-    assert other.check() is not None
-    waiting = threading.Thread(target=other.print_after, args=("Rank 1 ended",))
-    waiting.start()
-
-    failed.print_own(lambda: sys.stderr.write("the traceback\n"))
-
-    waiting.join()
-    assert capsys.readouterr().err == "the traceback\nRank 1 ended\n"
 
 
 def test_one_of_the_waiting_ranks_prints_what_the_failed_rank_did_not(

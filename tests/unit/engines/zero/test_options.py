@@ -53,7 +53,7 @@ def test_nvme_by_name_needs_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ("folder", "message"), [("/missing/folder", "no such folder"), ("/proc", r"direct I/O|cannot be written")]
 )
 def test_nvme_folder_has_to_exist_and_to_do_direct_io(folder: str, message: str) -> None:
-    skip_unless_compilable("async_io")
+    skip_unless_compilable()
     strategy = ParalZeROStrategy(stage=3, offload_optimizer=Offload("nvme", path=folder))
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer(strategy=strategy, devices=2)
