@@ -30,7 +30,7 @@ def main() -> None:
     silence()
     device = torch.device("cpu" if options.device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
     join(device)
-    loops = {name: options.loop or counterpart(name) for name in options.names}
+    loops = {name: options.loop or counterpart(name, options.size) for name in options.names}
     seconds: dict[str, list[float]] = {name: [] for name in (*options.names, *loops.values())}
     peaks = dict.fromkeys(seconds, 0)
     for _ in range(options.rounds):
