@@ -11,17 +11,12 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.nn import Module
 
 from lightning_paral.compat.private_name import Names, named, replace
-from lightning_paral.compat.torch.dtensor import local_of
 from lightning_paral.compat.torch.modules import subclass_of
 
 NAMES: Names = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
         ".sharded_param": "find the shard of a parameter",
         "._unsharded_param": "find the unsharded parameter",
-        ".padded_sharded_param_size": "know the size of a shard with padding",
-        ".fsdp_placement": "know along which dimension a parameter is sharded",
-        ".mesh_info": "know which shard this rank holds",
-        ".param_dtype": "know the dtype of the unsharded parameter",
         ".is_dtensor": "unshard parameters that all tensor ranks have in full to plain tensors",
         "._unsharded_dtensor_spec >=2.13": "unshard parameters that all tensor ranks have in full to plain tensors",
     },
@@ -32,7 +27,6 @@ NAMES: Names = {
         "post_backward": "read attributes of shards without the dispatch that hooks need",
         "_to_sharded": "copy writes back to the shards before they are resharded",
         ".fsdp_params": "find the parameters of a unit",
-        ".device_handle": "find the parameters of a unit",
         "._reshard_after_forward_event": "make the next all-gather of a unit wait for writes to its shards",
     },
     "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": "unshard parameters around steps"},
@@ -65,13 +59,6 @@ def unsharded_param(param: Any) -> Tensor | None:
     The result is the same object each time: FSDP2 frees and refills its memory.
     """
     return getattr(param, "_unsharded_param", None)
-
-
-def local_shard_view(param: Any, unsharded: Tensor) -> Tensor:
-    """Return the view of `unsharded`, the unsharded parameter, that corresponds to this rank's nonempty shard."""
-    local, dim = local_of(param.sharded_param), param.fsdp_placement.dim
-    start = param.mesh_info.shard_mesh_rank * param.padded_sharded_param_size[dim]
-    return unsharded.narrow(dim, start, local.size(dim))
 
 
 def unshard_replicas_to_plain(param: Any) -> None:
@@ -143,9 +130,14 @@ def reshard(group: Any) -> None:
     group._to_sharded()
 
 
-def await_writes(group: Any) -> None:
-    """Make the next all-gather of `group` wait for writes to the shards that are queued on the current stream."""
-    event = group.device_handle.Event()
+def await_writes(group: Any, device_type: str) -> None:
+    """Make the next all-gather of `group` wait for writes to the shards that are queued on the current stream.
+
+    Args:
+        group: an `FSDPParamGroup`.
+        device_type: the type of the devices that gather.
+    """
+    event = torch.get_device_module(device_type).Event()
     event.record()
     # `unshard` waits for this event. To wait now would delay the all-gather of the next unit as well.
     group._reshard_after_forward_event = event

@@ -117,7 +117,7 @@ class Sharding:
     def _let_code_write(self) -> None:
         initialize(self.root)
         self._groups = [group for module in self._sharded for group in groups_of(module)]
-        self.writes = UserWrites(self.root, self._sharded, self.undo)
+        self.writes = UserWrites(self.root, self._sharded, self._mesh, self.undo)
         for module in self._sharded:
             if self._mesh.device_type == "cpu":
                 module.set_custom_reduce_scatter(DirectReduceScatter())

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
@@ -33,10 +34,12 @@ class UserWrites:
     Args:
         root: the module.
         sharded: the submodules that `fully_shard` has sharded.
+        mesh: the device mesh over whose last dimension they are sharded.
         undo: a stack.
     """
 
-    def __init__(self, root: Module, sharded: Iterable[Any], undo: ExitStack) -> None:
+    def __init__(self, root: Module, sharded: Iterable[Any], mesh: DeviceMesh, undo: ExitStack) -> None:
+        self.mesh = mesh
         self.keeps_unsharded = False
         """Whether units stay unsharded, as in a step of a pipeline, even if `state_dict` reshards them."""
         self.unsharded: dict[UnitReconciliation, None] = {}
@@ -87,6 +90,10 @@ class UserWrites:
                 "or an attribute keeps of it. Return it, or train with paral_ddp."
             )
 
+    def own_part(self, unsharded: Tensor) -> Tensor:
+        """Return the view of `unsharded`, an unsharded parameter, that corresponds to this rank's nonempty shard."""
+        return unsharded.chunk(self.mesh.size(-1))[self.mesh.get_local_rank(-1)]
+
     def param_of(self, value: Any) -> Any:
         """Return the `FSDPParam` whose unsharded memory `value` has; `None` if it is something else."""
         if not isinstance(value, Tensor):
@@ -125,7 +132,7 @@ class UserWrites:
         if self._has_changed:
             self._has_changed = False
             for unit in self.units:
-                fsdp.await_writes(unit.group)
+                fsdp.await_writes(unit.group, self.mesh.device_type)
 
     def _before_use(self, read: Sequence[Any], changed: Sequence[Any]) -> None:
         """Let shards have what was written to their unsharded values, and reshard the units of those that change."""
@@ -241,8 +248,8 @@ class UnitReconciliation:
                 if not parameter.is_inference():
                     shard = local_of(param.sharded_param)
                     values = local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
-                    own_part = fsdp.local_shard_view(param, values) if shard.numel() else None
-                    is_exact = param.param_dtype is None and shard.device == values.device
+                    own_part = self._writes.own_part(values) if shard.numel() else None
+                    is_exact = (shard.dtype, shard.device) == (values.dtype, values.device)
                     self.params.append(_Unsharded(param, parameter, values, own_part, is_exact))
                     self._writes.memory[identity_of(values.untyped_storage())] = param
             with_part = [each for each in self.params if each.own_part is not None]
@@ -285,7 +292,7 @@ class UnitReconciliation:
                 parts.append(each.own_part)
         if shards:
             foreach_copy_(shards, parts)
-            fsdp.await_writes(self.group)
+            fsdp.await_writes(self.group, self._writes.mesh.device_type)
 
     def _take_assigned(self, unsharded: _Unsharded) -> None:
         parameter, values, assigned = unsharded.parameter, unsharded.values, unsharded.parameter.detach()
