@@ -18,6 +18,11 @@ from lightning_paral.option_types import Positive, checked
 UnitChoice = str | type[Module] | Sequence[str | type[Module]] | Callable[[str, Module], bool]
 """`"auto"`, a class or its name, a list of these, or a predicate of a submodule's dotted name and the submodule."""
 
+ADVICE_ON_UNITS = {
+    "min_params": "Use units=..., with a function of name and module, such as of the number of its parameters.",
+}
+"""What to do instead of giving a former option that chose units."""
+
 
 @checked
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,8 @@ class ActivationCheckpointing:
     offload_to_cpu: bool = False
     """Keep inputs of units that are on a GPU in pinned host memory until the backward pass needs them. Copies do not
     overlap computation."""
+
+    advice: ClassVar[dict[str, str]] = ADVICE_ON_UNITS
 
     def __post_init__(self) -> None:
         check_unit_choice(self.units)

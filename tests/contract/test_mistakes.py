@@ -22,6 +22,7 @@ from lightning_paral import (
     ParalDDPStrategy,
     ParalDPStrategy,
     ParalFSDPStrategy,
+    ParalPipelineStrategy,
     ParalZeROStrategy,
 )
 from lightning_paral.error_report import install_brief_excepthook
@@ -55,7 +56,10 @@ OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
         "units has to be a string, a class, a list (each a string or a class) or a function.",
     ),
     (ParalFSDPStrategy, {"offload": "cpu"}, "offload has to be True or False. FSDP offloads to host memory"),
-    (ParalFSDPStrategy, {"min_params": 1000}, "a function of name and module, such as of the number of its parameters"),
+    *(
+        (each, {"min_params": 1000}, "a function of name and module, such as of the number of its parameters")
+        for each in (ParalFSDPStrategy, ParalPipelineStrategy, ActivationCheckpointing)
+    ),
     (ParalFSDPStrategy, {"plan": ["up"]}, "(plan=['up']): plan has to be 'auto' or a dict."),
     (ParalZeROStrategy, {"stage": True}, "stage has to be 1, 2 or 3. 1 shards the optimizer state"),
     (ParalZeROStrategy, {"offload_optimizer": "gpu"}, "has to be Offload(...), 'cpu', 'nvme' or None."),

@@ -7,7 +7,7 @@ from lightning_paral.distributed.mesh import ParallelDims, check_divides
 from lightning_paral.engines.fsdp.gradients import ReduceDtype
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
-from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice
+from lightning_paral.options import ADVICE_ON_UNITS, RankOptions, UnitChoice, check_unit_choice
 from lightning_paral.planning.layout import Layout, Place
 
 
@@ -60,9 +60,9 @@ class FSDPOptions(RankOptions):
 
     advice: ClassVar[dict[str, str]] = {
         **RankOptions.advice,
+        **ADVICE_ON_UNITS,
         "auto_wrap_policy": "Use units=..., with classes, their names, or a function of name and module.",
         "activation_checkpointing_policy": "Use activation_checkpointing=ActivationCheckpointing(units=...).",
-        "min_params": "Use units=..., with a function of name and module, such as of the number of its parameters.",
         "cpu_offload": "Use offload=True.",
         "mixed_precision": "Use Trainer(precision=...), and reduce_dtype=....",
         "sharding_strategy": "Use reshard_after_forward=False for SHARD_GRAD_OP, replicate=... for HYBRID_SHARD, and "

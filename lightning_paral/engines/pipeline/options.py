@@ -7,7 +7,7 @@ from typing import Literal
 from lightning_paral.distributed.mesh import ParallelDims, check_divides
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.option_types import Positive
-from lightning_paral.options import RankOptions, UnitChoice, check_unit_choice
+from lightning_paral.options import ADVICE_ON_UNITS, RankOptions, UnitChoice, check_unit_choice
 from lightning_paral.planning.layout import Layout
 
 Schedule = Literal["1f1b", "gpipe", "interleaved"]
@@ -68,6 +68,8 @@ class PipelineOptions(RankOptions):
     tensor_parallel: Positive = 1
     plan: Literal["auto"] | dict[str, str] = "auto"
     check_plan: bool = True
+
+    advice = RankOptions.advice | ADVICE_ON_UNITS
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -162,6 +162,8 @@ def _joined(
 
 def _write_changed(master: Tensor, values: Tensor) -> None:
     """Copy `values` into fp32 weights, except where these, cast to the dtype of the parameter, equal them."""
+    if values.data_ptr() == master.data_ptr():  # an fp32 parameter, which shares its memory with its master
+        return
     values = values.to(master.device)
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(master.dtype)))
 

@@ -15,6 +15,7 @@ leaves an empty tensor in place of a parameter that is not in use. During a run,
 import re
 import sys
 from collections.abc import Callable
+from traceback import walk_tb
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -421,7 +422,6 @@ _EXPLANATIONS = {
     "Multiple gradient reductions? (is|are) currently not supported": _SECOND_GRADIENT,
 }
 _AT_STAGE_3 = {
-    "'NoneType' object has no attribute 'numel'": _SECOND_GRADIENT,  # another backward pass has taken the gradient
     "does not have vmap support|with functorch transforms|has no attribute 'ds_(status|id)'|tracing error at step": (
         "Under ZeRO stage 3 a module must run as it is, with the same parameters and in the same order in each step, "
         "not in a transform of torch.func such as grad, jacrev and functional_call. Train with paral_zero2."
@@ -437,5 +437,9 @@ _AT_STAGE_3 = {
 
 def explanation(error: BaseException, *, stage: int) -> str | None:
     """Return what `error` means under ZeRO, and what to do; `None` if it has another cause."""
+    if stage == 3 and isinstance(error, AttributeError) and error.name == "numel" and error.__traceback__ is not None:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).startswith("deepspeed.runtime.zero"):
+            return _SECOND_GRADIENT  # DeepSpeed found no gradient, because another backward pass has taken it
     known = _EXPLANATIONS | (_AT_STAGE_3 if stage == 3 else {})
     return next((meaning for pattern, meaning in known.items() if re.search(pattern, str(error))), None)
