@@ -99,19 +99,20 @@ class RunWatch:
         self._reached, self._step = None, ""
         self._end_watching()
         self._undo.close()
+        self._guards_hooks = False
         self._undo.callback(use_default_timeout(self.timeout))
         self.name = uuid.uuid4().hex
         if self._strategy.world_size == 1:
             return
         self.name = self._strategy.broadcast(self.name)
         watcher = RankWatcher(self.name, self.timeout.total_seconds() + 5.0)
-        failures = FailureWatch(watcher)
-        watcher.add(failures)
         requeue = getattr(self._strategy.cluster_environment, "requeue_signal", None)  # of SLURM
         takes_signal = getattr(requeue, "name", "") != "SIGUSR2"
         hangs = Hangs(watcher, self.timeout, self._timeout_option, takes_signal=takes_signal)
+        self.watching = Watching(watcher=watcher, failures=FailureWatch(watcher), hangs=hangs)
+        # Not before `end` can end them: from now on, the failure of another rank may interrupt this.
+        watcher.add(self.watching.failures)
         watcher.add(hangs)
-        self.watching = Watching(watcher=watcher, failures=failures, hangs=hangs)
         if not faulthandler.is_enabled():
             # If a rank sends more than a collective takes, gloo ends the process in C++: say in which line it waits.
             faulthandler.enable(2)  # not `sys.stderr`, which may have no file

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 NAMES: Names = {
-    "pickle": {"_Unpickler": "read pickles with few opcodes, and limits for time and memory"},
+    "pickle": {"_Unpickler": "read pickles with few opcodes, and limits for memory"},
     "torch.utils": {"_pytree": "find and replace the tensors among the arguments of an operation, and in a state"},
     "torch.UntypedStorage": {"_cdata": "distinguish storages without memory"},
     "torch._C": {"_storage_Use_Count": "know whether other tensors share the memory of a tensor"},
