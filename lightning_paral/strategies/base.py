@@ -458,8 +458,7 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         super().on_train_start()
         trainer = trainer_of(self.lightning_module)
         if self._data.resume(self._own_devices) and trainer is not None:
-            epoch_loop: Any = trainer.fit_loop.epoch_loop
-            shadow_method(epoch_loop, "reset", _without_warning(epoch_loop.reset), self._at_end)
+            _silence_resume(trainer.fit_loop.epoch_loop)
         if self._stop_on_sigterm is not None and self.lightning_module is not None:
             self._stop_on_sigterm.on_train_start(self.lightning_module.trainer, self.lightning_module)
 
@@ -523,12 +522,14 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
             self._buffers = self._averages = self._freed = self._stop_on_sigterm = None
 
 
-def _without_warning(reset: Callable[[], None]) -> Callable[[], None]:
-    """Return a `reset` of the epoch's loop that does not warn of a resume within the epoch, which is exact here."""
+def _silence_resume(epoch_loop: Any) -> None:
+    """Let the next `reset` of the epoch's loop not warn of a resume within the epoch, which is exact here."""
+    undo, reset = ExitStack(), epoch_loop.reset
 
     def reset_silently() -> None:
+        undo.close()
         with warnings.catch_warnings():  # only here: filters that user code adds in the fit have to stay
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
             reset()
 
-    return reset_silently
+    shadow_method(epoch_loop, "reset", reset_silently, undo)

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_paral.checkpoint.sharded_state import ShardedState
 from lightning_paral.compat.lightning.loops import evaluate_without_inference_mode
@@ -165,6 +166,15 @@ class ParalFSDPStrategy(ParalStrategy, ModelParallelStrategy):
         self._engine.before_batch(batch_idx)
         if self._tensor is not None and batch_idx == 0:
             self._tensor.share_random_states()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Run an optimizer step.
+
+        Raises:
+            ConfigurationError: a backward pass in manual optimization has left gradients that are not averaged.
+        """
+        self._engine.check_gradients(optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_train_end(self) -> None:
         """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""

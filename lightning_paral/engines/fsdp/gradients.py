@@ -1,6 +1,7 @@
 """Gradients of shards: the precision in which they are computed and reduced, clipping, loss scaling and reductions."""
 
 from copy import copy
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -62,14 +63,18 @@ def sharded_precision(plugin: Precision) -> Precision:
     if plugin.precision == "16-mixed":
         sharded.scaler = ShardedScaler(device=sharded.device)
 
-    def clip_by_total_norm(optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_norm(sharded.main_params(optimizer), float(clip_val))
-
-    def clip_elements(optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_value(sharded.main_params(optimizer), float(clip_val))
-
-    sharded.clip_grad_by_norm, sharded.clip_grad_by_value = clip_by_total_norm, clip_elements
+    # Not local functions: code pickles what refers to the Trainer, such as progress bars.
+    sharded.clip_grad_by_norm = partial(_clip_by_total_norm, sharded)
+    sharded.clip_grad_by_value = partial(_clip_elements, sharded)
     return cast("Precision", sharded)
+
+
+def _clip_by_total_norm(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
+    clip_by_norm(plugin.main_params(optimizer), float(clip_val))
+
+
+def _clip_elements(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
+    clip_by_value(plugin.main_params(optimizer), float(clip_val))
 
 
 def check_precision(plugin: Precision, device: torch.device) -> None:

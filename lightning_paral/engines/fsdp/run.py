@@ -216,7 +216,6 @@ class FSDPRun(shard.Sharding):
             ConfigurationError: the ranks train different parameters, or a parameter is new and not sharded.
         """
         assert self._trained is not None
-        self._check_gradients()
         if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
             self.writes.check()
         if not self._trained.follow(self.module.current_epoch, batch_idx, self._dims, self._timeout):
@@ -241,11 +240,13 @@ class FSDPRun(shard.Sharding):
         """Raise a `ConfigurationError` if a step has written to weights that were unsharded in 16 bits."""
         self.writes.reshard()  # with reshard_after_forward=False, an evaluation leaves units unsharded
         self.writes.check()
-        self._check_gradients()
-
-    def _check_gradients(self) -> None:
-        if not self.module.automatic_optimization and self._options.accumulate == "sharded":
+        if self._options.accumulate == "sharded":
             self.writes.check_gradients()
+
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """Raise a `ConfigurationError` if the parameters of `optimizer` have gradients that are not averaged."""
+        if not self.module.automatic_optimization:
+            self.writes.check_gradients({each for group in optimizer.param_groups for each in group["params"]})
 
     @contextmanager
     def accumulating(self, accumulates: bool = True) -> Iterator[None]:

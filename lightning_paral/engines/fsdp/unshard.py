@@ -1,6 +1,6 @@
 """Unshard parameters around steps and calls, and make what code does to them there change the shards."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -79,10 +79,14 @@ class UserWrites:
         for unit in tuple(self.unsharded):
             fsdp.reshard(unit.group)
 
-    def check_gradients(self) -> None:
-        """Raise a `ConfigurationError` if a backward pass has left gradients on unsharded parameters."""
-        params = (each for unit in self.units for each in unit.params or ())
-        names = [self.names[each.param] for each in params if each.parameter.grad is not None]
+    def check_gradients(self, shards: Collection[Any] | None = None) -> None:
+        """Raise a `ConfigurationError` if a backward pass has left gradients on unsharded parameters.
+
+        Args:
+            shards: those whose parameters are checked; `None` for all.
+        """
+        params = (each.param for unit in self.units for each in unit.params or () if each.parameter.grad is not None)
+        names = [self.names[each] for each in params if shards is None or each.sharded_param in shards]
         if names:
             raise ConfigurationError(
                 f"A backward pass has left gradients that are not averaged over the ranks, by {first_names(names)}. "

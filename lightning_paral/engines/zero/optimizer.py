@@ -201,9 +201,11 @@ class BackwardOrder:
     Args:
         module: the module when the run begins.
         trained: the parameters that the optimizer trains, by name.
+        matters: whether gradients are reduced in the order in which they come. Otherwise only missing ones are refused.
     """
 
-    def __init__(self, module: Module, trained: Mapping[str, Parameter]) -> None:
+    def __init__(self, module: Module, trained: Mapping[str, Parameter], *, matters: bool) -> None:
+        self._matters = matters
         self._names = list(trained)
         self._numbers = {id(parameter): number for number, parameter in enumerate(trained.values())}
         self._undo = ExitStack()
@@ -256,6 +258,8 @@ class BackwardOrder:
             UnusedParametersError: a trained parameter got no gradient, the ranks differ, or the order has changed.
         """
         self._is_running = False
+        if not self._matters:
+            self._order.sort()
         if number == len(self._agreed):
             digests = gather_ints(zlib.crc32(repr(self._order).encode()))
             is_complete = len(set(self._order)) == len(self._names)
@@ -335,7 +339,8 @@ class Gradients:
         self._access = access
         self._trained = list(trained.values())
         self._stage: int = engine.zero_optimization_stage()
-        self._order = BackwardOrder(module, trained)
+        in_order = self._stage > 1 or bool(engine.zero_overlap_comm())
+        self._order = BackwardOrder(module, trained, matters=in_order)
         self._num_passes = 0
         self._is_complete = False
         """Whether the gradients of the window are averaged over the ranks, or will be by the running backward pass."""
