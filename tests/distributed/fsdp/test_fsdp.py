@@ -71,7 +71,7 @@ def test_all_trainer_functions_run_in_any_order_and_restore_the_module(on_ranks)
     ranks = on_ranks(2, everything_on_rank)
 
     mean = [sum(values) / 2 for values in zip(*ranks, strict=True)]
-    assert mean == pytest.approx(expected, rel=1e-5)
+    assert mean == pytest.approx(expected, rel=1e-5, abs=1e-7)  # the mean of the predictions is nearly zero
 
 
 class FailsOnce(Tied):

@@ -112,6 +112,6 @@ def test_a_plan_without_tensor_ranks_is_refused() -> None:
 def test_plans_count_both_dimensions() -> None:
     layout = Layout(strategy="paral_pp_tp", engine="pipeline", stages=2, tensor=2)
 
-    assert layout.objection(6, 4) == "stages=2 with tensor_parallel=2 do not divide the 6 ranks of the plan"
+    assert layout.objection(6, 4) == "stages=2 x tensor_parallel=2 does not divide the 6 ranks of the plan"
     assert layout.objection(8, 4) is None
     assert Layout(strategy="paral_pp_tp", engine="pipeline", tensor=2).num_stages(8) == 4
