@@ -305,7 +305,7 @@ def test_callbacks_that_need_full_weights_are_refused(strategy: str, make: Any, 
     ],
 )
 def test_offloaded_weights_are_refused(monkeypatch: pytest.MonkeyPatch, strategy: Any, message: str) -> None:
-    check = "lightning_paral.engines.zero.run.check_offload"  # needs a compiler
+    check = "lightning_paral.strategies.zero.check_offload"  # needs a compiler
     monkeypatch.setattr(check, lambda options: None)
     with pytest.raises(ConfigurationError, match=message):
         fit(strategy(), 1, EMAWeightAveraging())
