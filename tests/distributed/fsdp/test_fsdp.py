@@ -47,7 +47,7 @@ def everything(num_ranks: int, strategy: Any) -> list[Any]:
     loader = token_loader(NUM_BATCHES, num_ranks)
     for name in ("validate", "fit", "predict", "test", "fit", "validate"):
         if name == "predict":
-            results.append(torch.cat(trainer.predict(model, loader)).mean().item())
+            results.append(torch.cat(trainer.predict(model, loader)).abs().mean().item())  # `mean` is nearly 0
         elif name == "fit":
             trainer.fit_loop.epoch_progress.reset()
             trainer.fit(model, loader, loader)
@@ -71,7 +71,7 @@ def test_all_trainer_functions_run_in_any_order_and_restore_the_module(on_ranks)
     ranks = on_ranks(2, everything_on_rank)
 
     mean = [sum(values) / 2 for values in zip(*ranks, strict=True)]
-    assert mean == pytest.approx(expected, rel=1e-5, abs=1e-7)  # the mean of the predictions is nearly zero
+    assert mean == pytest.approx(expected, rel=1e-5)
 
 
 class FailsOnce(Tied):
