@@ -175,7 +175,9 @@ def test_values_of_different_steps_are_not_reduced_together(
     first, second = on_ranks(2, validate_other_steps, distance, reduce_fx, in_group, timeout=60.0)
 
     logged = f"logged 'validation_step.x' with sync_dist=True{extra}"
-    assert f"{logged} in validation batch 1 on rank 0 and {logged} in validation batch {1 + distance} on rank 1" in first
+    assert (
+        f"{logged} in validation batch 1 on rank 0 and {logged} in validation batch {1 + distance} on rank 1" in first
+    )
     assert second == first
 
 
