@@ -80,7 +80,9 @@ def replace_strategy(trainer: Trainer, strategy: Strategy) -> None:
     connector: Any = trainer._accelerator_connector
     connector.strategy, plugin = strategy, connector.precision_plugin
     is_plain = type(plugin) in (Precision, HalfPrecision, DoublePrecision, MixedPrecision)
-    if isinstance(strategy, DeepSpeedStrategy) and is_plain:  # as Lightning chooses it
+    scaler = getattr(plugin, "scaler", None)
+    is_default = scaler is None or scaler.state_dict() == torch.amp.GradScaler(plugin.device).state_dict()
+    if isinstance(strategy, DeepSpeedStrategy) and is_plain and is_default:  # as Lightning chooses it
         connector.precision_plugin = DeepSpeedPrecision(plugin.precision)
     connector._lazy_init_strategy()
 

@@ -61,7 +61,9 @@ def sharded_precision(plugin: Precision) -> Precision:
         )
     sharded: Any = copy(plugin)
     if plugin.precision == "16-mixed":
-        sharded.scaler = ShardedScaler(device=sharded.device)
+        users = sharded.scaler
+        sharded.scaler = ShardedScaler(device=sharded.device, enabled=users.is_enabled())
+        sharded.scaler.load_state_dict(users.state_dict())
 
     # Not local functions: code pickles what refers to the Trainer, such as progress bars.
     sharded.clip_grad_by_norm = partial(_clip_by_total_norm, sharded)

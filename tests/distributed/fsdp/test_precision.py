@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from lightning_paral import ParalFSDPStrategy
 from lightning_paral.distributed.mesh import ParallelDims, make_mesh
-from lightning_paral.engines.fsdp.gradients import ShardedScaler
+from lightning_paral.engines.fsdp.gradients import ShardedScaler, sharded_precision
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
 
@@ -119,6 +120,15 @@ def step_with_scaler(poisoned_rank: int | None) -> list[Tensor]:
     scaler.update()
     assert scaler.get_scale() == (8.0 if poisoned_rank is None else 4.0)
     return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
+
+
+def test_scale_that_the_user_chose_is_kept() -> None:
+    chosen = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+    sharded: Any = sharded_precision(MixedPrecision("16-mixed", "cpu", chosen))
+
+    assert isinstance(sharded.scaler, ShardedScaler)
+    assert sharded.scaler.state_dict() == chosen.state_dict()
 
 
 def test_scaler_unscales_shards_and_all_ranks_skip_together(on_ranks) -> None:

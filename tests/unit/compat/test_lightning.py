@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import MixedPrecision
 
+from lightning_paral import ParalZeROStrategy
 from lightning_paral.compat.lightning.methods import shadow_method
+from lightning_paral.compat.lightning.strategies import replace_strategy
 from lightning_paral.compat.private_name import replace as set_private
-from lightning_paral.errors import PrivateNameError
+from lightning_paral.errors import ConfigurationError, PrivateNameError
 from tests.running import quiet_trainer
 
 
@@ -41,3 +45,11 @@ def test_resuming_inside_an_epoch_does_not_warn_or_change_warning_filters(tmp_pa
         assert warnings.filters == before
     assert resumed.global_step == 3
     assert not [each for each in warned if "resuming from a checkpoint" in str(each.message)]
+
+
+def test_strategy_that_is_chosen_late_refuses_a_loss_scale_that_it_would_drop() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    trainer = quiet_trainer(strategy="paral_ddp", devices=1, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+
+    with pytest.raises(ConfigurationError, match="MixedPrecision cannot be used under ZeRO"):
+        replace_strategy(trainer, ParalZeROStrategy())
