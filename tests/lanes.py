@@ -27,7 +27,8 @@ DEFAULT_SECONDS = 3.0
 PROMISE_SECONDS = 10.0
 """A function that is marked for the default lane may take longer than others, but a test of it not longer than this."""
 FULL_SECONDS = 10.0
-"""A function whose tests take longer than this in the full lane has each value once there, not each pair of values."""
+"""A function whose tests take longer than this in the full lane has each value once there, not each pair of values. If
+that takes longer as well, it has as many of these tests as fit, but at least one, unless it is marked for a lane."""
 _FOLDERS = {
     "tests/gpu/": "all",
     "tests/distributed/faults/": "all",
@@ -93,14 +94,12 @@ def select(items: Sequence[pytest.Item], lane: str, times: Times, engine: str | 
 
     Args:
         items: all items.
-        lane: one of `LANES`, or "versions", for CI's oldest set: the default lane, and tests of the full lane that
-            need DeepSpeed's operators.
+        lane: one of `LANES`.
         times: the stored times.
         engine: leave out what is not about this engine; the full lane then has whole columns of tables.
     """
     places = places_of(items, times)
-    last, with_operators = (0, 1) if lane == "versions" else (LANES.index(lane),) * 2
-    chosen = [item for item in items if places[item] <= (with_operators if needs_operators(item) else last)]
+    chosen = [item for item in items if places[item] <= LANES.index(lane)]
     if engine is None:
         return chosen
     in_lane = set(chosen)
@@ -133,20 +132,28 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, i
     places = {}
     for function, members in functions.items():
         seconds = times.of(function)
-        usual, once, pairwise = cover([item for item in members if _mark_of_parameter(item) is None])
+        own = [item for item in members if _mark_of_parameter(item) is None]
+        usual, once, pairwise = cover(own)
         first = [item for item in members if item in usual]
-        count = int(DEFAULT_SECONDS / seconds)
-        fitting = first[:: max(1, ceil(len(first) / count))] if count else []
+        fitting = _fitting(first, int(DEFAULT_SECONDS / seconds))
         full = once if seconds * len(pairwise) > FULL_SECONDS else pairwise
+        if seconds * len(full) > FULL_SECONDS and own[0].get_closest_marker("lane") is None:
+            count = max(1, int(FULL_SECONDS / seconds))
+            full = {*fitting, *_fitting([item for item in own if item in once], count)}
         for item in members:
             mark = _mark_of_parameter(item)
             if mark is not None:
                 least = max(LANES.index(mark.args[0]), int(needs_operators(item)))
             else:
-                product = 0 if item in usual else 1 if item in full else 2
+                product = 2 if item not in full else 0 if item in usual else 1
                 least = max(product, _least_lane(item, item in fitting))
             places[item] = max(least, int(seconds > PROMISE_SECONDS))
     return places
+
+
+def _fitting(items: Sequence[pytest.Item], count: int) -> Sequence[pytest.Item]:
+    """Return at most `count` of the items, spread over them."""
+    return items[:: max(1, ceil(len(items) / count))] if count else []
 
 
 def _least_lane(item: pytest.Item, is_fitting: bool) -> int:

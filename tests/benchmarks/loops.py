@@ -341,6 +341,7 @@ def _pipeline(
 def _deepspeed(
     step: Any, stage: int, task: Task, optimizer: Any, device: torch.device
 ) -> tuple[Callable[[Any], None], Callable[[], None]]:
+    from lightning_paral.compat.deepspeed.engine import forget_runs
     from lightning_paral.engines.zero import options as settings
     from lightning_paral.engines.zero import process as runtime
     from lightning_paral.engines.zero.partition import ModuleSnapshot
@@ -366,7 +367,7 @@ def _deepspeed(
     def end() -> None:
         snapshot.restore(gather=True)
         engine.destroy()
-        runtime.leave_deepspeed()
+        forget_runs()
 
     return train, end
 

@@ -29,7 +29,7 @@ def cells() -> Iterator[Any]:
             themes.add(row.theme)
             for column in ("paral_ddp", "paral_fsdp", "paral_zero3"):
                 if column in row.columns:
-                    yield pytest.param(row.label, column, marks=pytest.mark.lane("full"))
+                    yield row.label, column
 
 
 def project(label: str) -> Fit:

@@ -51,6 +51,7 @@ def files_of_readers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.lane("full")
 @pytest.mark.parametrize("path", map(page, WITH_CODE))
 def test_snippets_and_commands_of_a_page_run(path: Path, on_ranks, files_of_readers: Path, tmp_path: Path) -> None:
     for file in files_of_readers.iterdir():

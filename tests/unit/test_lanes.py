@@ -29,6 +29,13 @@ TESTS = """
     @pytest.mark.parametrize("x", range(6))
     def test_some(x): pass
 
+    @pytest.mark.parametrize("x", range(6))
+    def test_longest(x): pass
+
+    @pytest.mark.lane("full")
+    @pytest.mark.parametrize("x", range(6))
+    def test_longest_promise(x): pass
+
     def test_slow(): pass
 
     @pytest.mark.lane("default")
@@ -53,7 +60,7 @@ LANE_OF = """
         from tests import lanes
         from pathlib import Path
         times = lanes.Times(Path("times.json"))
-        for lane in (*lanes.LANES, "versions"):
+        for lane in lanes.LANES:
             print(lane, sorted(item.name for item in lanes.select(items, lane, times)))
         for engine in lanes.ENGINES:
             print(engine, sorted(item.name for item in items if engine in lanes.engines_of(item)))
@@ -76,6 +83,8 @@ def said(pytester: pytest.Pytester) -> dict[str, list[str]]:
     times = {
         "test_one.py::test_long": 2.0,
         "test_one.py::test_some": 1.0,
+        "test_one.py::test_longest": 3.2,
+        "test_one.py::test_longest_promise": 3.2,
         "test_one.py::test_slow": 4.0,
         "test_one.py::test_slow_promise": 4.0,
         "test_one.py::test_too_slow_promise": 11.0,
@@ -102,18 +111,21 @@ def test_default_lane_leaves_out_other_world_sizes_slow_functions_and_launches(s
     assert others == {"test_sizes[2]", "test_table[1]", "test_slow_promise", "test_long[a-2]", *some}
     assert {"test_sizes[4]", "test_table[2]", "test_slow", "test_too_slow_promise", "test_launch"} <= set(said["full"])
     others_of_long = {f"test_long[{kind}-{size}]" for kind in "bc" for size in (1, 4)}
-    assert set(said["all"]) - set(said["full"]) == {"test_kill", *others_of_long}
+    others_of_longest = {f"test_longest[{x}]" for x in (1, 3, 5)}
+    assert set(said["all"]) - set(said["full"]) == {"test_kill", *others_of_long, *others_of_longest}
 
 
 def test_functions_that_take_long_have_each_value_in_the_full_lane_instead_of_each_pair(said) -> None:
-    full = [name for name in said["full"] if name.startswith("test_long")]
+    full = [name for name in said["full"] if name.startswith("test_long[")]
 
     assert full == ["test_long[a-1]", "test_long[a-2]", "test_long[a-4]", "test_long[b-2]", "test_long[c-2]"]
 
 
-def test_lane_versions_has_the_default_lane_and_what_needs_operators(said) -> None:
-    assert set(said["versions"]) - set(said["default"]) == {"test_offload"}
-    assert set(said["default"]) < set(said["versions"])
+def test_functions_that_take_longest_have_as_many_tests_in_the_full_lane_as_fit(said) -> None:
+    assert [name for name in said["full"] if name.startswith("test_longest[")] == [
+        f"test_longest[{x}]" for x in (0, 2, 4)
+    ]
+    assert sum(name.startswith("test_longest_promise") for name in said["full"]) == 6
 
 
 def test_engine_is_found_by_parameters(said) -> None:

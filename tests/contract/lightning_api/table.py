@@ -63,6 +63,6 @@ TABLE = Table(
             "paral_zero2": "paral_fsdp",
             "paral_zero3": "paral_zero2",
         },
-        every_other=("paral_fsdp", "paral_dp", "paral_zero2"),
+        in_turns=("paral_ddp", "paral_fsdp", "paral_zero2", "paral_dp"),
     ),
 )

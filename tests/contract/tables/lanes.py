@@ -17,10 +17,13 @@ class Rule:
     engines: tuple[str, ...]
     """The columns of the default lane, which has a row of each signature in one of them, and of each theme in all."""
     follows: Mapping[str, str] = field(default_factory=dict)
-    """Column -> a column with mostly the same outcomes. The full lane runs it where the two differ, and one row of each
-    theme and outcome. All other columns are whole in the full lane."""
-    every_other: tuple[str, ...] = ()
-    """Columns of `follows` of which the full lane also has every other row, in turns."""
+    """Column -> a column with mostly the same outcomes. The full lane runs it where the two differ."""
+    in_turns: tuple[str, ...] = ()
+    """Columns of which the full lane runs one for each row, in turns.
+
+    It also has one row of each theme and outcome of every column. Columns that are neither here nor in `follows` are
+    whole in it.
+    """
 
 
 def lanes(themes: Mapping[str, str], words: Mapping[Cell, str], rule: Rule) -> dict[Cell, str]:
@@ -39,12 +42,13 @@ def lanes(themes: Mapping[str, str], words: Mapping[Cell, str], rule: Rule) -> d
     default |= _of_themes(themes, by_row, rule.engines, default)
     full, seen = set(default), set()
     for number, (row, outcomes) in enumerate(by_row.items()):
+        turn = rule.in_turns[number % len(rule.in_turns)] if rule.in_turns else None
         for column, word in outcomes.items():
             is_first = (themes[row], column, word) not in seen
             seen.add((themes[row], column, word))
-            differs = column not in rule.follows or outcomes.get(rule.follows[column]) != word
-            has_turn = column in rule.every_other and number % 2 == rule.every_other.index(column) % 2
-            if is_first or differs or has_turn:
+            differs = column in rule.follows and outcomes.get(rule.follows[column]) != word
+            is_whole = column not in rule.follows and column not in rule.in_turns
+            if is_first or differs or is_whole or column == turn:
                 full.add((row, column))
     cells = [(row, column) for row, outcomes in by_row.items() for column in outcomes]
     return {cell: "default" if cell in default else "full" if cell in full else "all" for cell in cells}

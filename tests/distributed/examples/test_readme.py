@@ -82,6 +82,7 @@ def test_measurements_name_commands_that_are_measured() -> None:
     assert set(commands) <= measured
 
 
+@pytest.mark.lane("full")
 @pytest.mark.parametrize("command", [pytest.param(TRAININGS[0], marks=pytest.mark.lane("default")), *TRAININGS[1:]])
 def test_training_command(run, command: str, tmp_path: Path) -> None:
     printed = run([*shlex.split(command), *SHORT.split(), f"--trainer.default_root_dir={tmp_path}"])
