@@ -81,6 +81,7 @@ def watch(
     after_unshard: Callable[[], None],
     before_reshard: Callable[[], bool],
     after_forward: Callable[[Any], Any],
+    before_reduce: Callable[[], None],
 ) -> None:
     """Call functions whenever the parameters of `group` are unsharded or resharded, as long as `group` exists.
 
@@ -91,6 +92,7 @@ def watch(
         before_reshard: called before parameters are resharded; returns whether to reshard them.
         after_forward: called with the output of `forward` before parameters are resharded after it; returns the output
             to use in its place.
+        before_reduce: called after a backward pass through the group, before gradients are reduced.
 
     Raises:
         PrivateNameError: this version of torch unshards or reshards in a different way.
@@ -114,6 +116,7 @@ def watch(
 
     def post_backward(*args: Any) -> None:
         with torch.DisableTorchFunctionSubclass():
+            before_reduce()
             reduce(*args)
 
     def to_sharded() -> None:

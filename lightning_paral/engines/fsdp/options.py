@@ -23,8 +23,8 @@ class FSDPOptions(RankOptions):
         reshard_after_forward: whether a unit is resharded between forward and backward. `None`: every unit but the
             root. `False` saves an all-gather but uses more memory. Under manual optimization it is always `True`.
         accumulate: in backward passes that accumulate, reduce-scatter gradients each time (`"sharded"`), or keep full
-            gradients and reduce them once (`"unsharded"`), which costs memory but saves traffic. Gradients are averaged
-            over the replicas once in both cases.
+            gradients and reduce them once (`"unsharded"`), which costs memory but saves traffic. Replicas average
+            gradients as often.
         offload: keep parameters, gradients and optimizer state in host memory, and run the optimizer on the CPU.
         reduce_dtype: the dtype in which gradients are reduced: `"fp32"`, `"bf16"` or `"fp16"`. `None`: fp32 under mixed
             precision, otherwise the dtype of the weights.

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_paral.checkpoint.optimizer_state import EndedOptimizers
 from lightning_paral.checkpoint.sharded_state import ShardedState, WeightShards
 from lightning_paral.compat.torch.patches import replace_attributes
+from lightning_paral.distributed.exchange import gather_ints
 from lightning_paral.distributed.mesh import ParallelDims
 from lightning_paral.engines.fsdp import shard
 from lightning_paral.engines.fsdp.gradients import DTYPES, AveragedGradients, match_inputs, sharding_policy
@@ -138,6 +139,7 @@ class FSDPRun(shard.Sharding):
         self.undo.callback(AveragedGradients(replicated, self._dims.data_size, group).remove)
         shard.move_metrics(self.module, self.device)
         self._let_code_write()
+        self.writes.compares_gradients = self._options.accumulate == "sharded"
         self._root = RootUnshard(self._sharded[-1], {unit.module for unit in self.units.inner}, self.writes)
 
     def _compute_values(self, parts: list[Module]) -> None:
@@ -218,6 +220,8 @@ class FSDPRun(shard.Sharding):
         assert self._trained is not None
         if batch_idx < 2:  # steps do the same again and again, and reading the result makes the host wait
             self.writes.check()
+        if batch_idx == 1:
+            self.check_order()
         if not self._trained.follow(self.module.current_epoch, batch_idx, self._dims, self._timeout):
             return
         by_name = self._trained.by_name
@@ -242,6 +246,18 @@ class FSDPRun(shard.Sharding):
         self.writes.check()
         if self._options.accumulate == "sharded":
             self.writes.check_gradients()
+        self.check_order()
+
+    def check_order(self) -> None:
+        """Raise a `ConfigurationError` if the ranks have run other units. *Collective* over the world."""
+        if self._dims.num_ranks > 1 and len(set(gather_ints(self.writes.order))) > 1:
+            raise ConfigurationError(
+                "The ranks have run different units, or some had gradients by parameters that others had none by. FSDP "
+                "matches what the ranks send by its order, so they have mixed the weights or gradients of different "
+                "layers. All ranks must use the same parameters in each step, whatever their samples are: run an "
+                "expert without samples on a dummy input and add 0 * its output, turn off LayerDrop, or train with "
+                "paral_ddp and find_unused_parameters=True."
+            )
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raise a `ConfigurationError` if the parameters of `optimizer` have gradients that are not averaged."""
@@ -265,7 +281,6 @@ class FSDPRun(shard.Sharding):
     def _set_gradient_sync(self) -> None:
         root: Any = self.module
         root.set_requires_gradient_sync(not self._accumulates or self._options.accumulate == "sharded")
-        root.set_requires_all_reduce(not self._accumulates)
 
     def explained(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return `run(*args, **kwargs)`; errors of torch about sharding become a `ConfigurationError` that explains."""

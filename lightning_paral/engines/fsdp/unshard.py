@@ -47,6 +47,10 @@ class UserWrites:
         self.memory: dict[int, Any] = {}
         """The `FSDPParam`s by the storages of their unsharded values, which FSDP2 frees and refills."""
         self._has_changed = False
+        self.compares_gradients = True
+        """Whether the ranks must have gradients by the same parameters in each backward pass."""
+        self.order = 0
+        """A checksum of the units that were gathered, and of the parameters that had gradients, in order."""
         places: dict[Any, list[tuple[Module, str]]] = {}
         for owner in root.modules():
             for name, parameter in own_parameters(owner).items():
@@ -57,6 +61,7 @@ class UserWrites:
             for module in sharded
             for group in groups_of(module)
         ]
+        self.numbers = {unit: number for number, unit in enumerate(self.units)}
         self.names = {each: names[each.sharded_param] for unit in self.units for each in unit.group.fsdp_params}
         """The names of the parameters by `FSDPParam`."""
         self.access = HookAccess(self.named_shards, self._before_use)
@@ -66,6 +71,10 @@ class UserWrites:
         """Yield the names and shards of the parameters."""
         for param, name in self.names.items():
             yield name, param.sharded_param
+
+    def add_to_order(self, unit: "UnitReconciliation", *details: bool) -> None:
+        """Note a collective of `unit`, with what it depends on."""
+        self.order = hash((self.order, self.numbers[unit], *details))  # hashes of integers are equal on all ranks
 
     def check(self) -> None:
         """Raise a `ConfigurationError` for writes that were lost, and parameters that were replaced."""
@@ -207,7 +216,14 @@ class UnitReconciliation:
         """The bytes of the parts of the parameters that must not be written to, as they were unsharded."""
         self._changed: Tensor | None = None
         """Whether a step has changed them."""
-        fsdp.watch(group, self._before_gather, self._after_unshard, self._before_reshard, self._after_forward)
+        fsdp.watch(
+            group,
+            self._before_gather,
+            self._after_unshard,
+            self._before_reshard,
+            self._after_forward,
+            self._before_reduce,
+        )
 
     def has_one_of(self, tensors: Iterable[Any]) -> bool:
         """Return whether one of these DTensors has the memory of a shard of the unit."""
@@ -240,6 +256,12 @@ class UnitReconciliation:
         if self not in self._writes.unsharded:
             self._writes.before_gather()
             self._check_places()
+            self._writes.add_to_order(self)
+
+    def _before_reduce(self) -> None:
+        # FSDP2 reduces the gradients that a rank has, in one message: other ranks have to have the same.
+        if self._writes.compares_gradients:
+            self._writes.add_to_order(self, *(each.parameter.grad is not None for each in self.params or ()))
 
     def _after_forward(self, output: Any) -> Any:
         return self._writes.copy_returned(output, self.module)

@@ -190,3 +190,25 @@ def test_model_larger_than_host_memory_stays_sharded(on_ranks) -> None:
         assert kind == "DTensor"
         assert "2 ranks per node would need" in message
         assert "Load a checkpoint" in message
+
+
+class UsedFirst(Tied):
+    """Uses a layer in the first batch of each accumulation window only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(LENGTH, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.shift(batch[0].float() / 10).square().mean() if batch_idx % 2 == 0 else loss
+
+
+def fit_replicas() -> tuple[list[float], dict[str, Tensor]]:
+    return fit(UsedFirst, NUM_BATCHES, 2, strategy=ParalFSDPStrategy(replicate=2), accumulate_grad_batches=2)
+
+
+def test_replicas_average_what_a_window_accumulates(on_ranks) -> None:
+    expected = fit(UsedFirst, NUM_BATCHES, 1, accumulate_grad_batches=2)
+
+    assert_same_fit(on_ranks(2, fit_replicas), expected)

@@ -78,6 +78,17 @@ class Writes(Tied):
         self(batch[0])
 
 
+class RunsOwnExpert(Tied):
+    """Each rank runs an expert of its own, as large as that of the other rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) + self.experts[self.global_rank](torch.ones(64)).mean()
+
+
 class TwoDtypes(Tied):
     def __init__(self) -> None:
         super().__init__()
@@ -92,6 +103,10 @@ class Normalised(Tied):
 
 class Eight(Precision):
     precision = "8-true"
+
+
+def is_expert(name: str, module: nn.Module) -> bool:
+    return name.startswith("experts.")
 
 
 def never(name: str, module: nn.Module) -> bool:
@@ -118,6 +133,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], list[str]]] = {
     "prefetch": (Tied, {"prefetch": 2}, {}, ["no option 'prefetch'", "set_modules_to_forward_prefetch"]),
     "resharding": (Tied, {"reshard_after_forward": 2}, {}, ["True or False or None", "replicate="]),
     "a loss of what a hook keeps": (LosesGradients, {}, {}, ["left gradients", "embedding.weight", "Return it"]),
+    "an expert of each rank": (RunsOwnExpert, {"units": is_expert}, {}, ["different units", "0 * its output"]),
+    "an expert of each rank in one unit": (RunsOwnExpert, {"units": ["Block"]}, {}, ["different units", "paral_ddp"]),
     "reduce_dtype": (Tied, {"reduce_dtype": "fp8"}, {}, ["'fp8'", "'bf16'"]),
     "early optimizer": (MadeEarly, {}, {}, ["Adagrad", "before MadeEarly was sharded", "configure_optimizers"]),
     "functional_call in a hook": (
