@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_paral.averaging.run import RunAverages, broadcast_when_swapped, forget_ended
 from lightning_paral.callbacks.preemption import Preemption, handle_signals
@@ -98,6 +99,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
     # Set during a run:
     _buffers: RankZeroBuffers | None = None
     """In a fit."""
+    _is_stepping: bool = False
+    """Whether an optimizer steps now, and not the training step that its closure runs."""
     _averages: RunAverages | None = None
     """If states are sharded. Otherwise Lightning averages full weights."""
     _freed: FreedInPieces | None = None
@@ -200,6 +203,8 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         if self._watch.watching is not None:  # last: it waits before what ends an epoch
             self._agreement.begin(trainer, self._watch.watching.watcher, self._at_end)
         if self._is_fit:
+            if self.world_size > 1 and self.lightning_module.automatic_optimization:
+                self._at_end.callback(register_optimizer_step_pre_hook(self._refuse_own_step).remove)
             self._print_start_line(trainer)
 
     def _prepare_process(self, trainer: Trainer) -> None:
@@ -403,7 +408,11 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         buffers = self._buffers or self._fit_buffers()
         if buffers is not None and buffers.in_training:
             buffers.before_training_step()
-        output = super().training_step(*args, **kwargs)
+        is_stepping, self._is_stepping = self._is_stepping, False
+        try:
+            output = super().training_step(*args, **kwargs)
+        finally:
+            self._is_stepping = is_stepping
         module = self.lightning_module
         if output is None and module is not None and module.automatic_optimization and self.dims.num_ranks > 1:
             trainer = module.trainer
@@ -426,10 +435,30 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run an optimizer step, and count it."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._is_stepping = True
+        try:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._is_stepping = False
         if self._agreement.steps is not None:
             self._agreement.steps.optimizer_steps += 1
         return result
+
+    def _refuse_own_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse a step that this strategy does not run, because its gradients are of this rank only."""
+        if self._is_stepping or not self.optimizers or self.lightning_module is None:  # a plan steps before these exist
+            return
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        trained = {id(p) for group in groups for p in group["params"]} | set(
+            map(id, self.lightning_module.parameters())
+        )
+        if any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__}.step was called in a step or hook under automatic optimization, with "
+                "parameters of the module. Their gradients are not averaged over the ranks, which would differ from "
+                "then on. Set self.automatic_optimization = False, return all optimizers from configure_optimizers, "
+                "and call self.manual_backward(loss) and the steps of self.optimizers() in training_step."
+            )
 
     def on_validation_start(self) -> None:
         """Give all ranks rank 0's buffers. *Collective* over the world during a fit."""

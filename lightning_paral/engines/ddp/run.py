@@ -72,7 +72,7 @@ class DDPRun:
         self._synchronized = set(self._trained.all_by_name.values())
         self._guard: UnreducedBackwardGuard | None = None
         is_manual = not self._module.automatic_optimization
-        # If no user code can run a backward pass itself, parameters need no hooks.
+        # In other hooks the strategy refuses steps with gradients of backward passes that the user's code has run.
         if dims.data_size > 1 and (is_manual or has_hook(self._module, _HOOKS_THAT_MAY_RUN_BACKWARD)):
             self._guard = UnreducedBackwardGuard(is_manual=is_manual)
             self._guard.watch(self._reduced.values())

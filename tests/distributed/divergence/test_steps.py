@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,6 +14,39 @@ from tests.models.linear import Linear
 
 CASES = [BY_LABEL[label] for label in ("paral_ddp", "paral_fsdp")]
 REMEDY = "All ranks must run the same steps"
+
+
+class StepsItself(Linear):
+    """Steps with an optimizer of its own, although Lightning optimizes."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def step_itself(self, hook: str) -> None:
+        if hook == self.hook:
+            with torch.enable_grad():
+                loss = sum((parameter * dist.get_rank()).sum() for parameter in self.parameters())
+            loss.backward()
+            torch.optim.SGD(self.parameters(), lr=0.1).step()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        self.step_itself("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.step_itself("on_train_epoch_end")
+
+
+def fit_stepping(strategy: str, hook: str) -> str:
+    return fit(strategy, StepsItself(hook), {}, max_epochs=1)
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_train_epoch_end"])
+@pytest.mark.parametrize("strategy", labels(CASES))
+def test_step_of_an_optimizer_of_ones_own_is_refused(in_own_world: Any, strategy: str, hook: str) -> None:
+    for message in in_own_world(2, fit_stepping, strategy, hook):
+        assert "SGD.step was called in a step or hook under automatic optimization" in message
 
 
 class Skipping(Linear):
