@@ -75,7 +75,8 @@ def to_fqn_keys(state: State, names: Sequence[Sequence[str]] | None = None) -> S
             another tool saved.
 
     Raises:
-        CheckpointError: the groups of `state` have different sizes than those of `names`.
+        CheckpointError: the groups of `state` have different sizes than those of `names`, or it has a state that
+            belongs to no parameter.
     """
     groups = state.get("param_groups", [])
     if all(isinstance(key, str) for group in groups for key in group["params"]):
@@ -90,6 +91,12 @@ def to_fqn_keys(state: State, names: Sequence[Sequence[str]] | None = None) -> S
         )
     numbers = [number for group in groups for number in group["params"]]
     name_of = dict(zip(numbers, [name for group_names in names for name in group_names], strict=True))
+    others = [key for key in state["state"] if key not in name_of]
+    if others:
+        raise CheckpointError(
+            f"The optimizer has a state {others[0]!r} that belongs to no parameter, which checkpoints do not hold. "
+            "Keep it in the optimizer's param_groups, or save it in on_save_checkpoint."
+        )
     return {
         "state": {name_of[number]: value for number, value in state["state"].items()},
         "param_groups": [
@@ -190,9 +197,7 @@ class SavedOptimizer:
                 "Parameters in the same group of the optimizer have different hyper-parameters in the checkpoint: "
                 f"{saved[0]} and {saved[1]}. {_REMEDY}"
             )
-        ours = hyper_parameters(group)
-        known = {*ours, "initial_lr"}
-        return ours | {key: value for each in saved for key, value in each.items() if key in known}
+        return hyper_parameters(group) | (saved[0] if saved else {})
 
 
 def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: State) -> None:
@@ -224,7 +229,7 @@ def load_state(optimizer: Optimizer, names: Sequence[Sequence[str]], saved: Stat
 def _restore_value(key: str, value: Any, parameter: Parameter) -> Any:
     if not isinstance(value, Tensor) or key == "step" or value.shape != parameter.shape:
         return tree_map_only(Tensor, _copy, value)
-    target = torch.empty_like(parameter.detach())
+    target = torch.empty_like(parameter.detach(), dtype=value.dtype)  # the optimizer chooses which to convert
     read_into(value, target)
     return target
 

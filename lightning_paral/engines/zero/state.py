@@ -133,6 +133,10 @@ def _ranges_within(own: Any, parameters: list[Any]) -> dict[int, FlatRange]:
     return ranges
 
 
+_SCALARS = ("mu_product", "eta", "mu")
+"""States of torch's NAdam and ASGD that are one number for each parameter, also for those without dimensions."""
+
+
 def _joined(
     found: list[tuple[FlatRange, tuple[int, ...], dict[str, Any]]], like: Tensor, counts_in_int: bool
 ) -> dict[str, Any]:
@@ -150,8 +154,9 @@ def _joined(
         if key == "step":
             step = taken.pop()
             state[key] = int(step) if counts_in_int else torch.tensor(step, dtype=torch.float32)
-        elif all(isinstance(value, Tensor) and value.shape == shape for _, shape, value in of_key):
-            state[key] = torch.zeros_like(like, requires_grad=False)
+        elif key not in _SCALARS and all(isinstance(each, Tensor) and each.shape == shape for _, shape, each in of_key):
+            dtype = like.dtype if of_key[0][-1].is_floating_point() else of_key[0][-1].dtype
+            state[key] = torch.zeros_like(like, dtype=dtype, requires_grad=False)
             for own, _, value in of_key:
                 read_flat_range(value, own.start, state[key][own.in_flat])
         else:

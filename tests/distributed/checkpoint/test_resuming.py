@@ -66,6 +66,32 @@ class Lookahead(torch.optim.AdamW):
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts steps in its groups, to which it adds the count, and has a state of integers."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in [each for each in group["params"] if each.grad is not None]:
+                state = self.state[parameter]
+                if not state:
+                    state["codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+                state["codes"].add_(1)
+                parameter.sub_(parameter.grad * state["codes"], alpha=group["lr"] / group["count"])
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert all(state["codes"].dtype == torch.uint8 for state in state_dict["state"].values())
+        super().load_state_dict(state_dict)  # which converts states to the dtype of parameters
+        for state in self.state.values():
+            state["codes"] = state["codes"].to(torch.uint8)
+
+
 class OtherOptimizer(Resumable):
     def __init__(self, make_optimizer: Any, **options: Any) -> None:
         super().__init__()
@@ -75,6 +101,14 @@ class OtherOptimizer(Resumable):
         return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
 
 
+class ScalarGroup(Resumable):
+    """Has a group of a parameter without dimensions, of which NAdam's `mu_product` has the shape."""
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad and p is not self.scale]
+        return torch.optim.NAdam([{"params": trained}, {"params": [self.scale]}], lr=1e-2)
+
+
 class Untrained(Resumable):
     def configure_optimizers(self) -> Any:
         return None
@@ -82,11 +116,14 @@ class Untrained(Resumable):
 
 WithLookahead = partial(OtherOptimizer, Lookahead, lr=1e-2)
 WithLBFGS = partial(OtherOptimizer, torch.optim.LBFGS, lr=0.1, max_iter=2, history_size=3)
+WithCounts = partial(OtherOptimizer, Counting, lr=1e-2)
 WithoutState = partial(OtherOptimizer, torch.optim.SGD, lr=1e-2)
 CASES: list[tuple[Any, Any, str, str | None, int]] = [
     *((OldVersion, LoadsOldVersion, label, None, 2) for label in PLACEMENTS),
     *((each, each, "paral_ddp", form, 1) for each in (WithLookahead, WithLBFGS) for form in FORMS),
     *((WithoutState, WithoutState, label, form, 2) for label in ("paral_ddp", "paral_fsdp") for form in FORMS),
+    *((WithCounts, WithCounts, label, "sharded", 2) for label in ("paral_ddp", "paral_fsdp")),
+    (ScalarGroup, ScalarGroup, "paral_zero2", "sharded", 2),
     *((Untrained, Untrained, "paral_ddp", form, 2) for form in FORMS),
 ]
 
