@@ -251,5 +251,5 @@ class ParalZeROStrategy(ParalStrategy, StepsThroughEngine, DeepSpeedStrategy):
             if self._run_state is not None:
                 self._run_state.restore(self._ended, failed=failed)
         finally:
-            self._run_state = None
+            self._run_state = self._deferred = None
             super().teardown()

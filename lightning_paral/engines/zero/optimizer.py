@@ -115,16 +115,34 @@ class UsersOptimizer:
                 "trainer.fit(ckpt_path=...), or train with paral_fsdp."
             )
 
-    def step(self, run: Callable[[], Any]) -> None:
-        """Call `run`, in which DeepSpeed steps, with the current hyper-parameters."""
+    def step(self, run: Callable[[], Any], *, counts: bool) -> None:
+        """Call `run`, in which DeepSpeed steps, with the current hyper-parameters.
+
+        Args:
+            run: the step of DeepSpeed.
+            counts: whether DeepSpeed runs the optimizer once for each group, so that it may change their entries.
+
+        Raises:
+            ConfigurationError: the optimizer has changed entries of its groups, without `counts`.
+        """
         for users, flat in self._pairs:
             flat.update({key: value for key, value in users.items() if key not in _NO_HYPER_PARAMETERS})
             if self._steps_fused(flat):
                 flat["fused"] = True
+        before = [set(flat) for _, flat in self._pairs]
         with optimizers.without_hooks(self.optimizer), self.flat():  # DeepSpeed steps group by group
             run()
-        for users, flat in self._pairs:  # some optimizers change hyper-parameters in a step
-            users.update({key: flat[key] for key in users if key not in (*_NO_HYPER_PARAMETERS, "fused")})
+        for (users, flat), known in zip(self._pairs, before, strict=True):  # some optimizers change or add entries
+            theirs = [key for key in flat if key in users or key not in known]
+            now = {key: flat[key] for key in theirs if key not in (*_NO_HYPER_PARAMETERS, "fused")}
+            changed = [key for key, value in now.items() if users.get(key) is not value and users.get(key) != value]
+            if changed and not counts:
+                raise ConfigurationError(
+                    f"{type(self.optimizer).__name__} changes {first_names(changed)} of its param_groups in a step, as "
+                    "if to count steps. At stage 3 DeepSpeed runs it several times for each step, so it would count "
+                    "too far. Train with paral_zero2 or paral_fsdp."
+                )
+            users.update(now)
 
     def _steps_fused(self, flat: dict[str, Any]) -> bool:
         """Return whether to choose torch's fused kernel, which needs no temporary tensors of the size of the shard."""
@@ -289,12 +307,14 @@ class DynamicLossScale:
 
     If gradients are not finite, the step is skipped and the scale is halved. After 2000 finite steps in a row it is
     doubled. Follows Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740. DeepSpeed's own is not used:
-    under fp16 autocast, version 0.19.8 clips gradients without unscaling them, and never lowers the scale.
+    under fp16 autocast, version 0.19.8 clips gradients without unscaling them, and never lowers the scale; with fp16
+    weights, it halves the gradients of each step in which it doubles the scale.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000) -> None:
         self.state: dict[str, Any] = {
-            "scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0
+            "scale": scale, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": growth_interval,
+            "_growth_tracker": 0,
         }  # fmt: skip
         """The state, as `torch.amp.GradScaler.state_dict` returns it."""
 
@@ -347,7 +367,7 @@ class Gradients:
         self._is_used = False
         """Whether a step has used the gradients of a window that have not been zeroed since."""
         self.loss_scale: DynamicLossScale | None = None
-        """By what losses are multiplied under fp16 autocast."""
+        """By what losses are multiplied in fp16."""
         self._optimizer.clip_grad = 0.0
 
     @property
@@ -439,12 +459,12 @@ class Gradients:
             return result
         self._access.collect()
         self.engine.set_gradient_accumulation_boundary(True)
-        self._users.step(self.engine.step)
+        self._users.step(self.engine.step, counts=self._stage < 3)
         self._access.mark_stepped(self._trained)
         is_finite = self.engine.was_step_applied()
         if self.loss_scale is not None:
             self.loss_scale.update(is_finite=is_finite)
-        elif not is_finite and not (self.engine.fp16_enabled() and self.engine.dynamic_loss_scale()):
+        elif not is_finite:
             rank_zero_warn("Gradients were not finite: DeepSpeed skipped this step, so parameters did not change.")
         self._optimizer.clip_grad = 0.0  # none
         self._is_used, self._is_complete, self._num_passes = True, False, 0

@@ -295,6 +295,13 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
                 f"deepspeed_config has {key!r} at the top level, where DeepSpeed does not know it. "
                 f"{near or 'Options of ZeRO belong to the section zero_optimization.'}"
             )
+    for section, option in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
+        given = zero.get(section)
+        if isinstance(given, Mapping) and given.get("device") == "nvme":
+            raise ConfigurationError(
+                f"deepspeed_config sets zero_optimization.{section} to NVMe, which would neither be checked nor "
+                f"cleaned up. Set ParalZeROStrategy({option}=Offload('nvme', path=...)), and remove the section."
+            )
     offload = zero.get("offload_optimizer")
     given = dict(zero) | ({"offload_optimizer.ratio": offload.get("ratio")} if isinstance(offload, Mapping) else {})
     for key, (allowed, reason) in _REFUSED.items():

@@ -32,13 +32,16 @@ class ZeROPrecision(DeepSpeedPrecision):
     gradients: Gradients | None = None
     """The gradients of the current fit; `None` outside of a fit, and in a fit without an optimizer."""
     loss_scale: DynamicLossScale | None = None
-    """The loss scale of the last fit, under fp16 autocast."""
+    """The loss scale in fp16, which the next fit goes on with."""
 
     def start_fit(self, gradients: Gradients) -> None:
-        """Start a fit with `gradients`. Under fp16 autocast, scale losses from now on."""
-        self.loss_scale = None
-        if self.precision == "16-mixed":
-            self.loss_scale = gradients.loss_scale = DynamicLossScale()
+        """Start a fit with `gradients`. In fp16, scale losses from now on, unless the user has set a fixed scale."""
+        engine = gradients.engine
+        if self.precision.startswith("16") and not (engine.fp16_enabled() and engine.loss_scale()):
+            if self.loss_scale is None and engine.fp16_enabled():
+                chosen: Any = engine.dynamic_loss_scale_args()
+                self.loss_scale = DynamicLossScale(float(chosen["init_scale"]), int(chosen["scale_window"]))
+            self.loss_scale = gradients.loss_scale = self.loss_scale or DynamicLossScale()
         self.gradients = gradients
 
     def end_fit(self) -> None:
@@ -80,7 +83,8 @@ class ZeROPrecision(DeepSpeedPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return a context for steps: autocast, or the dtype of the weights as default dtype."""
         if self.is_mixed:
-            return torch.autocast(self.device_type, self.dtype)
+            # Without the cache of weights, as Lightning: a step of manual optimization changes them.
+            return torch.autocast(self.device_type, self.dtype, cache_enabled=False)
         return HalfPrecision(self.precision).forward_context() if self.is_low else nullcontext()  # type: ignore[arg-type]
 
     def backward(  # type: ignore[override]

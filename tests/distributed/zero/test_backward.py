@@ -176,8 +176,13 @@ REFUSED = {
 
 
 def refused(stage: int) -> dict[str, Any]:
-    """Return what is refused at a stage. At stage 3, ranks that run other modules fail in their collectives."""
-    return {what: case for what, case in REFUSED.items() if stage < 3 or "on a rank" not in what}
+    """Return what is refused at a stage.
+
+    Stage 1 reduces gradients after the backward pass, in whatever order they came. At stage 3, ranks that run other
+    modules fail in their collectives.
+    """
+    left_out = {1: "swapped", 3: "on a rank"}.get(stage, "nothing")
+    return {what: case for what, case in REFUSED.items() if left_out not in what}
 
 
 def refusals(stage: int) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_paral import ConfigurationError, ParalZeROStrategy
 from lightning_paral.engines.zero.user_access import Steps
 from tests.models.regression import Regression, regression_data
 from tests.running import quiet_trainer
@@ -21,6 +22,63 @@ class Evaluated(Regression):
 
     def val_dataloader(self) -> Any:
         return regression_data(2, self.trainer.world_size)
+
+
+class StepsTwice(Regression):
+    """Two optimizer steps in each training step: the second forward pass must use the weights of the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+def losses_of_two_steps(strategy: str) -> list[float]:
+    torch.manual_seed(3)
+    model = StepsTwice()
+    trainer = quiet_trainer(max_epochs=1, devices=2, strategy=strategy, precision="bf16-mixed")
+    trainer.fit(model, regression_data(4, 2))
+    return model.losses
+
+
+@pytest.mark.parametrize("strategy", ["paral_zero2", "paral_zero3"])
+def test_autocast_uses_the_weights_of_each_step(on_ranks, strategy: str) -> None:
+    found, expected = (on_ranks(2, losses_of_two_steps, name) for name in (strategy, "paral_ddp"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.0)
+
+
+class CountingSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class WithCounting(Regression):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(layer.parameters())} for layer in (self.hidden, self.out)]
+        return CountingSGD(groups, lr=0.01)
+
+
+def count_steps(stage: int) -> list[int] | str:
+    strategy = ParalZeROStrategy(stage=stage, trust_optimizer=True)
+    trainer = quiet_trainer(max_epochs=1, devices=1, strategy=strategy)
+    try:
+        trainer.fit(WithCounting(), regression_data(3, 1))
+    except ConfigurationError as error:
+        return str(error)
+    return [group["count"] for group in trainer.optimizers[0].param_groups]
+
+
+def test_optimizer_that_counts_in_its_groups_counts_once_or_is_refused() -> None:
+    assert count_steps(2) == [3, 3]
+    assert "CountingSGD changes count of its param_groups" in count_steps(3)
 
 
 class NoOptimizer(Evaluated):

@@ -110,6 +110,16 @@ def test_configuration_from_a_file_is_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "option"), [("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")]
+)
+def test_nvme_is_an_option_of_the_strategy(section: str, option: str) -> None:
+    config = {"zero_optimization": {section: {"device": "nvme", "nvme_path": "/tmp"}}}
+
+    with pytest.raises(ConfigurationError, match=rf"ParalZeROStrategy\({option}=Offload\('nvme'"):
+        settings.load_config(config)
+
+
+@pytest.mark.parametrize(
     ("device_type", "num_ranks", "stage", "others"),
     [
         ("cuda", 2, 2, {"reduce_bucket_size", "allgather_bucket_size", "overlap_comm"}),
