@@ -1,10 +1,10 @@
 """Activation checkpointing: free a unit's activations after its forward, recompute them in the backward pass."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,14 +95,29 @@ def _checkpoint(module: Module, offload_to_cpu: bool) -> None:
             # torch.compile does not trace a `context_fn`, and updates buffers once by itself.
             if torch.compiler.is_compiling() or next(module.buffers(), None) is None:
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            contexts = nullcontext(), RestoredBuffers(module)
+            buffers = RecomputedBuffers(module)
+            contexts = buffers.recording(), buffers
             return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
     module.forward = recomputed
 
 
-class RestoredBuffers(AbstractContextManager[None]):
-    """A context of recomputations, at whose end buffers are what they were, so that a step updates them once.
+class _Buffer(NamedTuple):
+    owner: Module
+    name: str
+    tensor: Tensor
+    value: Tensor
+
+    def put_in(self) -> None:
+        """Give the owner the buffer with its value."""
+        own_buffers(self.owner)[self.name] = self.tensor
+        is_expanded = self.tensor.layout is torch.strided and 0 in self.tensor.stride()  # no code can write to it
+        if not is_expanded:
+            self.tensor.data.copy_(self.value)  # `data`: the backward pass may have saved the buffer itself
+
+
+class RecomputedBuffers(AbstractContextManager[None]):
+    """A context of recomputations. They begin with the buffers of the forward pass; after it, buffers are as before it.
 
     It can be entered several times, one after the other.
 
@@ -112,20 +127,32 @@ class RestoredBuffers(AbstractContextManager[None]):
 
     def __init__(self, unit: Module) -> None:
         self._unit = unit
-        self._saved: list[tuple[Module, str, Tensor, Tensor]] = []
+        self._before_forward: list[_Buffer] = []
+        self._saved: list[_Buffer] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the buffers before the forward pass, which runs inside the block."""
+        self._before_forward = self._buffers()
+        yield
 
     def __enter__(self) -> None:
-        self._saved = [
-            (part, name, buffer, buffer.detach().clone())
+        self._saved = self._buffers()
+        self._put_in(self._before_forward)
+
+    def __exit__(self, *_: Any) -> None:
+        self._put_in(self._saved)
+        self._saved = []
+
+    def _buffers(self) -> list[_Buffer]:
+        return [
+            _Buffer(part, name, buffer, buffer.detach().clone())
             for part in self._unit.modules()
             for name, buffer in own_buffers(part).items()
             if buffer is not None and not buffer.is_inference()
         ]
 
-    def __exit__(self, *_: Any) -> None:
-        with torch.no_grad():
-            for part, name, buffer, value in self._saved:
-                own_buffers(part)[name] = buffer
-                if buffer.layout is not torch.strided or 0 not in buffer.stride():  # no code can write an expanded one
-                    buffer.data.copy_(value)  # `data`: the backward pass may have saved the buffer itself
-        self._saved = []
+    @torch.no_grad()
+    def _put_in(self, buffers: list[_Buffer]) -> None:
+        for each in buffers:
+            each.put_in()

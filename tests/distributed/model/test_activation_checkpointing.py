@@ -80,7 +80,7 @@ class Statistics(torch.nn.Module):
         self.average = 0.9 * self.average + x.detach().mean(dim=0)
         self.largest.data.copy_(self.largest + x.detach().amax(dim=0))
         self.large[0] += 1
-        return self.norm(self.linear(x)).relu()
+        return (self.norm(self.linear(x)) + self.average * x).relu() * (1 + self.calls) + self.largest * x
 
 
 def test_caches_of_hugging_face_models_do_not_grow_when_units_are_recomputed() -> None:
