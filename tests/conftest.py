@@ -64,7 +64,7 @@ _compilation = pytest.StashKey[Compilation]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lanes", "which tests to run")
-    group.addoption("--lane", choices=LANES, help="default: 7 minutes; full: what CI runs; all: everything")
+    group.addoption("--lane", choices=LANES, help="default: 5 minutes; full: what CI runs; all: everything")
     group.addoption("--engine", choices=ENGINES, help="what a change to one engine can break; in the lane full")
     group.addoption("--shard", help="such as 1/2: the first of two parts that take equally long")
     group.addoption("--write-times", action="store_true", help="store the times of what runs in tests/times.json")

@@ -108,13 +108,6 @@ class _Buffer(NamedTuple):
     tensor: Tensor
     value: Tensor
 
-    def put_in(self) -> None:
-        """Give the owner the buffer with its value."""
-        own_buffers(self.owner)[self.name] = self.tensor
-        is_expanded = self.tensor.layout is torch.strided and 0 in self.tensor.stride()  # no code can write to it
-        if not is_expanded:
-            self.tensor.data.copy_(self.value)  # `data`: the backward pass may have saved the buffer itself
-
 
 class RecomputedBuffers(AbstractContextManager[None]):
     """A context of recomputations. They begin with the buffers of the forward pass; after it, buffers are as before it.
@@ -154,5 +147,7 @@ class RecomputedBuffers(AbstractContextManager[None]):
 
     @torch.no_grad()
     def _put_in(self, buffers: list[_Buffer]) -> None:
-        for each in buffers:
-            each.put_in()
+        for owner, name, tensor, value in buffers:
+            own_buffers(owner)[name] = tensor
+            if tensor.layout is not torch.strided or 0 not in tensor.stride():  # no code can write an expanded one
+                tensor.data.copy_(value)  # `data`: the backward pass may have saved the buffer itself

@@ -455,9 +455,10 @@ class ParalStrategy(CheckpointMixin, ParallelStrategy):
         if any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step was called in a step or hook under automatic optimization, with "
-                "parameters of the module. Their gradients are not averaged over the ranks, which would differ from "
-                "then on. Set self.automatic_optimization = False, return all optimizers from configure_optimizers, "
-                "and call self.manual_backward(loss) and the steps of self.optimizers() in training_step."
+                "parameters of the module. The strategy does not run this step, so gradients may be of this rank only. "
+                "In optimizer_step, call the step of the optimizer that it is given. Otherwise set "
+                "self.automatic_optimization = False, return all optimizers from configure_optimizers, and call "
+                "self.manual_backward(loss) and the steps of self.optimizers() in training_step."
             )
 
     def on_validation_start(self) -> None:

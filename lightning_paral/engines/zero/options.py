@@ -228,14 +228,19 @@ _OWNED = {
 """Maps each key that Lightning controls to what the user should do instead."""
 
 _REFUSED = {
-    "compute_grad_norm": (True, "The norm is needed to clip gradients and to detect those that are not finite."),
+    "compute_grad_norm": ((True,), "The norm is needed to clip gradients and to detect those that are not finite."),
     "round_robin_gradients": (
-        False,
+        (False,),
         "With it DeepSpeed 0.19.8 stores weights in an order that it does not tell: checkpoints would be wrong.",
     ),
-    "offload_optimizer.ratio": (1, "The optimizer is offloaded as a whole."),
+    "offload_optimizer.ratio": ((1,), "The optimizer is offloaded as a whole."),
+    "offload_optimizer.device": (
+        ("cpu", "none"),
+        "Set ParalZeROStrategy(offload_optimizer=Offload('nvme', path=...)).",
+    ),
+    "offload_param.device": (("cpu", "none"), "Set ParalZeROStrategy(offload_parameters=Offload('nvme', path=...))."),
 }
-"""Maps an option of ZeRO to the only value that is accepted, and why."""
+"""Maps an option of ZeRO to the values that are accepted, and why."""
 
 _TOP_LEVEL = """
 activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile
@@ -295,19 +300,13 @@ def load_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
                 f"deepspeed_config has {key!r} at the top level, where DeepSpeed does not know it. "
                 f"{near or 'Options of ZeRO belong to the section zero_optimization.'}"
             )
-    for section, option in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
-        given = zero.get(section)
-        if isinstance(given, Mapping) and given.get("device") == "nvme":
-            raise ConfigurationError(
-                f"deepspeed_config sets zero_optimization.{section} to NVMe, which would neither be checked nor "
-                f"cleaned up. Set ParalZeROStrategy({option}=Offload('nvme', path=...)), and remove the section."
-            )
-    offload = zero.get("offload_optimizer")
-    given = dict(zero) | ({"offload_optimizer.ratio": offload.get("ratio")} if isinstance(offload, Mapping) else {})
     for key, (allowed, reason) in _REFUSED.items():
-        if given.get(key) not in (None, "auto", allowed):
+        section, _, option = key.rpartition(".")
+        of_section = zero.get(section) if section else zero
+        value = of_section.get(option) if isinstance(of_section, Mapping) else None
+        if value not in (None, "auto", *allowed):
             raise ConfigurationError(
-                f"deepspeed_config sets zero_optimization.{key}={given[key]!r}. {reason} Remove the setting."
+                f"deepspeed_config sets zero_optimization.{key}={value!r}. {reason} Remove the setting."
             )
     for key, remedy in _OWNED.items():
         if config.get(key, "auto") != "auto":  # Hugging Face's Trainer and Accelerate fill in "auto"

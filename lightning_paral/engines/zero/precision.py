@@ -36,12 +36,13 @@ class ZeROPrecision(DeepSpeedPrecision):
 
     def start_fit(self, gradients: Gradients) -> None:
         """Start a fit with `gradients`. In fp16, scale losses from now on, unless the user has set a fixed scale."""
-        engine = gradients.engine
-        if self.precision.startswith("16") and not (engine.fp16_enabled() and engine.loss_scale()):
-            if self.loss_scale is None and engine.fp16_enabled():
-                chosen: Any = engine.dynamic_loss_scale_args()
-                self.loss_scale = DynamicLossScale(float(chosen["init_scale"]), int(chosen["scale_window"]))
-            self.loss_scale = gradients.loss_scale = self.loss_scale or DynamicLossScale()
+        engine, made = gradients.engine, None
+        if self.precision == "16-mixed":
+            made = DynamicLossScale()
+        elif self.precision == "16-true" and engine.dynamic_loss_scale():
+            chosen: Any = engine.dynamic_loss_scale_args()
+            made = DynamicLossScale(float(chosen["init_scale"]), int(chosen["scale_window"]))
+        self.loss_scale = gradients.loss_scale = None if made is None else self.loss_scale or made
         self.gradients = gradients
 
     def end_fit(self) -> None:
