@@ -306,7 +306,8 @@ class UnreducedBackwardGuard:
         self._handles: dict[Parameter, RemovableHandle] = {}
         self._is_reduced = self._in_strategy_step = False
         self._unreduced: set[Tensor] = set()
-        self._step_hook = register_optimizer_step_pre_hook(self._check_step)
+        # Under automatic optimization the strategy refuses other steps than its own.
+        self._step_hooks = [register_optimizer_step_pre_hook(self._check_step)] if is_manual else []
 
     def watch(self, parameters: Iterable[Parameter]) -> None:
         """Watch for unreduced gradients of `parameters`, all of which must require gradients at this time."""
@@ -353,7 +354,7 @@ class UnreducedBackwardGuard:
             yield
         finally:
             self._in_strategy_step = False
-        if not self._is_manual:
+        if not self._is_manual:  # the closure, which zeroes gradients, has run
             self._check_gradients(optimizer)
 
     def _drop_zeroed(self) -> None:
@@ -361,8 +362,6 @@ class UnreducedBackwardGuard:
             self._unreduced = {p for p in self._unreduced if p.grad is not None and bool(p.grad.any())}
 
     def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._in_strategy_step and not self._is_manual:
-            return  # the closure zeroes gradients first; they are checked after the step
         if (
             isinstance(optimizer, LBFGS)
             and not self._in_strategy_step
@@ -385,8 +384,7 @@ class UnreducedBackwardGuard:
 
     def end(self) -> None:
         """Remove all hooks."""
-        self._step_hook.remove()
-        for handle in self._handles.values():
+        for handle in (*self._step_hooks, *self._handles.values()):
             handle.remove()
         self._handles = {}
 
