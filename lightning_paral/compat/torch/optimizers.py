@@ -16,7 +16,6 @@ NAMES: Names = {
     "torch": {
         "_foreach_mul_": "scale sharded gradients",
         "_foreach_copy_": "copy what steps have written to the shards of a unit",
-        "_amp_foreach_non_finite_check_and_unscale_": "unscale gradients as torch.amp.GradScaler does",
     },
     "torch.optim.lr_scheduler.LRScheduler": {
         "._opt_called": "keep schedulers from warning that the optimizer has not stepped",
@@ -32,7 +31,6 @@ NAMES: Names = {
 
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_
-check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 # The step hooks of an optimizer, and the mark that schedulers check

@@ -10,11 +10,12 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Bilinear, GroupNorm, LayerNorm, Module, Parameter
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_paral.comm.coalescing import all_reduce_mean, group_by_dtype_and_device
 from lightning_paral.compat.torch.autograd import call_at_end_of_backward
-from lightning_paral.compat.torch.optimizers import UnscalingGradScaler, check_and_unscale_
+from lightning_paral.compat.torch.optimizers import UnscalingGradScaler, foreach_mul_
 from lightning_paral.errors import ConfigurationError
 from lightning_paral.model.gradients import clip_by_norm, clip_by_value, local_gradients
 
@@ -36,10 +37,10 @@ class ShardedScaler(UnscalingGradScaler):
         """Unscale this rank's gradients, and return whether those of any rank are not finite. *Collective*."""
         found = torch.zeros_like(found_inf)
         gradients = local_gradients(p for group in optimizer.param_groups for p in group["params"])
-        for similar in group_by_dtype_and_device(gradients):
-            here = torch.zeros_like(found, device=similar[0].device)
-            check_and_unscale_(similar, here, inv_scale.to(here.device))
-            found = torch.maximum(found, here.to(found.device))
+        for similar in group_by_dtype_and_device([each for each in gradients if each.numel() > 0]):
+            largest = get_total_norm(similar, torch.inf)
+            foreach_mul_(similar, inv_scale.to(largest.device))
+            found = torch.maximum(found, largest.isfinite().logical_not().to(found))
         if dist.is_initialized():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return {found.device: found}
