@@ -22,13 +22,12 @@ LANES = ("default", "full", "all")
 ENGINES = ("dp", "ddp", "fsdp", "zero", "tensor", "pipeline")
 TIMES = Path(__file__).with_name("times.json")
 """The mean seconds of a test of each function that takes long. `pytest --lane all --write-times` writes it."""
-DEFAULT_SECONDS = 3.0
-"""A function has as many tests in the default lane as fit into this time; the others are in the full lane."""
+LANE_SECONDS = 3.0
+"""A function has as many tests in the lane default as fit into this time. In the lane full it has each pair of values
+once if that fits, or else as many tests with other values as fit, but at least one, unless it is marked for a lane."""
 PROMISE_SECONDS = 10.0
-"""A function that is marked for the default lane may take longer than others, but a test of it not longer than this."""
-FULL_SECONDS = 10.0
-"""A function whose tests take longer than this in the full lane has each value once there, not each pair of values. If
-that takes longer as well, it has as many of these tests as fit, but at least one, unless it is marked for a lane."""
+"""A function that is marked for a lane may take longer than others. If a test takes longer than this, it is at least in
+the lane full if it is marked, and in the lane all if not."""
 _FOLDERS = {
     "tests/gpu/": "all",
     "tests/distributed/faults/": "all",
@@ -119,11 +118,10 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, i
        it shares.
     3. Tests that need DeepSpeed's operators are in the full lane.
     4. Tests that start processes or wait, judged by folder and fixture, are in the full lane at first, or in "all".
-    5. A function that takes long, by the times of `tests/times.json`, has fewer tests in a lane: see `DEFAULT_SECONDS`
-       and `FULL_SECONDS`.
+    5. A function that takes long, by the times of `tests/times.json`, has fewer tests in a lane: see `LANE_SECONDS`.
+    6. A test that takes longer than `PROMISE_SECONDS` is in the lane all, and in the lane full if it is marked.
 
-    A function with `pytest.mark.lane(NAME)` is in that lane instead of by rule 4 and by `DEFAULT_SECONDS`, as long as a
-    test takes at most `PROMISE_SECONDS`.
+    A function with `pytest.mark.lane(NAME)` is in that lane instead of by rule 4 and by `LANE_SECONDS`.
     """
     functions: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -135,10 +133,10 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, i
         own = [item for item in members if _mark_of_parameter(item) is None]
         usual, once, pairwise = cover(own)
         first = [item for item in members if item in usual]
-        fitting = _fitting(first, int(DEFAULT_SECONDS / seconds))
-        full = once if seconds * len(pairwise) > FULL_SECONDS else pairwise
-        if seconds * len(full) > FULL_SECONDS and own[0].get_closest_marker("lane") is None:
-            count = max(1, int(FULL_SECONDS / seconds))
+        fitting = _fitting(first, int(LANE_SECONDS / seconds))
+        full = once if seconds * len(pairwise) > LANE_SECONDS else pairwise
+        if seconds * len(full) > LANE_SECONDS and own[0].get_closest_marker("lane") is None:
+            count = max(1, int(LANE_SECONDS / seconds))
             full = {*fitting, *_fitting([item for item in own if item in once], count)}
         for item in members:
             mark = _mark_of_parameter(item)
@@ -147,7 +145,9 @@ def places_of(items: Sequence[pytest.Item], times: Times) -> dict[pytest.Item, i
             else:
                 product = 2 if item not in full else 0 if item in usual else 1
                 least = max(product, _least_lane(item, item in fitting))
-            places[item] = max(least, int(seconds > PROMISE_SECONDS))
+            if seconds > PROMISE_SECONDS:
+                least = max(least, 2 if item.get_closest_marker("lane") is None else 1)
+            places[item] = least
     return places
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from torch import Tensor, nn
 
 from lightning_paral import ActivationCheckpointing
@@ -65,6 +66,7 @@ def test_activation_checkpointing_is_applied_without_a_line_in_the_strategy(on_r
     assert on_ranks(2, count_forward_passes, ActivationCheckpointing(units=["CountedLinear"])) == [2, 2]
 
 
+@pytest.mark.lane("full")
 def test_strategy_from_another_folder_passes_the_contracts(tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "flat_all_reduce.py", tmp_path)
     (tmp_path / "cases_of_mine.py").write_text(ROW)

@@ -25,6 +25,7 @@ WITH_CODE = [path for path in HAND_WRITTEN if any(block.language in RUN for bloc
 SHORT = [f"--trainer.{name}=2" for name in ("max_steps", "val_check_interval")]
 SHORT += ["--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0", "--trainer.accelerator=cpu"]
 SHORT += ["--trainer.enable_progress_bar=false", "--model.init_args.num_layers=1"]
+SHORT_CHECK = ["--steps=2", "--model.num_layers=1"]
 NUM_RANKS = 2
 
 
@@ -90,6 +91,8 @@ def run_command(command: Command, on_ranks, folder: Path) -> None:
             runpy.run_module(arguments[1], run_name="__main__")
     elif program == "python":
         on_ranks(NUM_RANKS, run_as_reader, str(folder), [str(folder / arguments[0]), *arguments[1:]], variables)
+    elif arguments[0] == "check":
+        run_as_reader(str(folder), ["paral", *arguments, *SHORT_CHECK], variables)
     elif command.is_training:
         on_ranks(NUM_RANKS, run_as_reader, str(folder), ["paral", *arguments, *SHORT], variables)
     else:

@@ -4,7 +4,6 @@ from importlib import import_module
 from pathlib import Path
 
 from tests.contract.lightning_api.rows import ALL, ROWS
-from tests.contract.tables.lanes import Rule
 from tests.contract.tables.table import Table
 from tests.contract.user_code.table import CLEAR
 
@@ -54,15 +53,5 @@ TABLE = Table(
         "Tuning the batch size is currently not supported with distributed strategies",
         r"`Trainer\(strategy='deepspeed', precision='.*'\)` is not supported",
     ),
-    rule=Rule(
-        engines=ALL,
-        follows={
-            "paral_dp": "paral_ddp",
-            "paral_fsdp": "paral_ddp",
-            "paral_zero1": "paral_zero2",
-            "paral_zero2": "paral_fsdp",
-            "paral_zero3": "paral_zero2",
-        },
-        in_turns=("paral_ddp", "paral_fsdp", "paral_zero2", "paral_dp"),
-    ),
+    engines=ALL,
 )

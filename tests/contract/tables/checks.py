@@ -1,6 +1,5 @@
 """The cells of a table as parameters of a test, and what the test asserts."""
 
-from collections.abc import Container
 from functools import cache
 from typing import Any
 
@@ -10,7 +9,7 @@ from packaging.version import Version
 
 from lightning_paral.diagnostics.rank_pool import RankPool
 from tests.contract.tables import page
-from tests.contract.tables.lanes import Cell, Rule, lanes
+from tests.contract.tables.lanes import Cell, lanes
 from tests.contract.tables.outcomes import outcome
 from tests.contract.tables.table import Outcome, Table
 from tests.contract.user_code.columns import COLUMNS
@@ -22,15 +21,10 @@ def on_page(table: Table) -> dict[Cell, Outcome]:
     return page.read(table)
 
 
-def lanes_of(table: Table, rule: Rule, columns: Container[str] = COLUMNS) -> dict[Cell, str]:
-    """Return the lane of each cell on the page in `columns`, whose outcomes are the signatures."""
-    words = {cell: found.kind for cell, found in on_page(table).items() if cell[1] in columns}
-    return lanes({row.label: row.theme for row in table.rows.values()}, words, rule)
-
-
 def parameters(table: Table) -> list[Any]:
     """Return all cells as parameters `row` and `column`, marked with their lanes. A new cell is in the default lane."""
-    by_cell = lanes_of(table, table.rule)
+    words = {cell: found.kind for cell, found in on_page(table).items()}
+    by_cell = lanes({row.label: row.theme for row in table.rows.values()}, words, table.engines)
     return [pytest.param(*cell, marks=pytest.mark.lane(by_cell.get(cell, "default"))) for cell in table.cells()]
 
 

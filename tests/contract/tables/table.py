@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.contract.tables.lanes import Cell, Rule
+from tests.contract.tables.lanes import Cell
 from tests.contract.tables.run import Run
 from tests.contract.user_code.columns import COLUMNS
 
@@ -80,8 +80,8 @@ class Table:
     clear: tuple[str, ...]
     """Patterns of errors of torch, Lightning and DeepSpeed that count as refusals, because they name what they are
     about."""
-    rule: Rule
-    """Which cells run in which lane."""
+    engines: tuple[str, ...]
+    """Columns that differ in what they run: see `tests.contract.tables.lanes`."""
 
     def cells(self) -> list[Cell]:
         """Return all cells, in order."""

@@ -3,7 +3,6 @@
 from importlib import import_module
 from pathlib import Path
 
-from tests.contract.tables.lanes import Rule
 from tests.contract.tables.table import Table
 from tests.contract.user_code.rows import ROWS
 
@@ -67,31 +66,14 @@ TABLE = Table(
     introduction=INTRODUCTION,
     titles=TITLES,
     clear=CLEAR,
-    rule=Rule(
-        engines=(
-            "paral_dp",
-            "paral_ddp",
-            "paral_fsdp",
-            "paral_zero1",
-            "paral_zero2",
-            "paral_zero3",
-            "paral_tp",
-            "paral_pp",
-        ),
-        follows={
-            "paral_dp": "paral_ddp",
-            "paral_ddp_ring": "paral_ddp",
-            "paral_fsdp": "paral_ddp",
-            "paral_zero3": "paral_fsdp",
-            "paral_pp": "paral_fsdp",
-            "paral_tp": "paral_fsdp",
-            "paral_fsdp_offload": "paral_fsdp",
-            "paral_zero1": "paral_zero2",
-            "paral_zero2": "paral_zero3",
-            "paral_zero3_whole": "paral_zero3",
-            "paral_zero2_offload": "paral_zero3",
-            "paral_zero3_offload": "paral_zero3",
-        },
-        in_turns=("paral_ddp", "paral_fsdp", "paral_zero3", "paral_pp"),
+    engines=(
+        "paral_dp",
+        "paral_ddp",
+        "paral_fsdp",
+        "paral_zero1",
+        "paral_zero2",
+        "paral_zero3",
+        "paral_tp",
+        "paral_pp",
     ),
 )
